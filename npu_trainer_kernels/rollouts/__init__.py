@@ -1,6 +1,6 @@
 """Generates the completions of a training run on the device, with the weights that it trains.
 
-- `engine`: one rollout, from prompts to tokens.
+- `engine`: what generates for one model, and what it remembers; `turns`: one rollout, from prompts to tokens.
 - `cache`: keys and values at fixed places, and attention to them.
 - `masked`: masks of rows, for models whose own code attends.
 - `decode`: the captured step; `on_device`: what its code would make on the host.
@@ -13,9 +13,9 @@
 
 from .cache import RolloutCache, places_for
 from .decode import Rows, arguments_of, cache_name, logits_of
-from .engine import AT_ONCE
 from .sampling import Sampling
 from .serve import Rollouts, completions, serve_rollouts
+from .turns import AT_ONCE
 from .weights import Weights
 
 __all__ = [

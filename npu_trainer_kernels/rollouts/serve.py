@@ -26,9 +26,10 @@ from ..patching.classes import GLOBAL_HOOKS, derived
 from ..patching.head import causal_lm
 from ..support.switch import check_switch
 from .cache import states_of
-from .engine import Engine, Rollout, random_state, set_random_state
+from .engine import Engine, random_state, set_random_state
 from .ranks import all_agree, gathered, is_shared, why_not_gathered
 from .sampling import sampling_of
+from .turns import Rollout
 
 __all__ = ["Rollouts", "completions", "serve_rollouts"]
 

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..capture import Refused
 from ..patching.audit import distance
 from ..support.rounding import Rounded
 from .decode import arguments_of, cache_name
 
-__all__ = ["differs"]
+__all__ = ["Differs", "differs"]
 
 _ROWS = 3
 """How many rows are compared: those with the shortest and the longest prompts, and one between them."""
+
+
+class Differs(Refused):
+    """A rollout's logits are not those of the model's own forward."""
 
 
 def differs(

@@ -5,7 +5,7 @@ import torch
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.rollouts import cache as cache_module
-from npu_trainer_kernels.rollouts import decode, engine
+from npu_trainer_kernels.rollouts import decode, engine, turns
 from tests.families.captured import _OPS, _own_experts
 from tests.families.tiny import tiny_model
 from tests.models import small_model
@@ -29,7 +29,7 @@ def steps(monkeypatch):
         found.append(rows)
         return original(self, model, rollout, rows)
 
-    monkeypatch.setattr(engine, "_LOOKS", 2)
+    monkeypatch.setattr(turns, "_LOOKS", 2)
     monkeypatch.setattr(engine.Engine, "fewer_rows", fewer_rows)
     monkeypatch.setattr(engine.Engine, "step_of_fewer", step_of_fewer)
     return found
@@ -113,16 +113,16 @@ def test_when_a_step_of_fewer_rows_pays():
     of = served("llama")[2].engine
     assert of.fewer_rows(64, 3, 500, 500) is None  # nothing is known of the pace
     of.paced(64, 0.004)
-    # Half of what the share of rows says: 0.004 * (1 - 8 / 64) / 2 seconds of a token; a capture takes 0.3.
-    assert of.fewer_rows(64, 3, 171, 500) is None
-    assert of.fewer_rows(64, 3, 172, 500) == 8
-    assert of.fewer_rows(64, 3, 500, 171) is None
+    # Half of what the share of rows says: 0.004 * (1 - 8 / 64) / 2 seconds of a token; twice a capture takes 0.6.
+    assert of.fewer_rows(64, 3, 342, 500) is None
+    assert of.fewer_rows(64, 3, 343, 500) == 8
+    assert of.fewer_rows(64, 3, 500, 342) is None
     assert of.fewer_rows(64, 9, 500, 500) == 16
     assert of.fewer_rows(64, 33, 500, 500) is None
     assert of.fewer_rows(15, 1, 500, 500) is None
     of.paced(8, 0.0039)
-    assert of.fewer_rows(64, 3, 2900, 2900) is None
-    assert of.fewer_rows(64, 3, 3100, 3100) == 8
+    assert of.fewer_rows(64, 3, 5900, 5900) is None
+    assert of.fewer_rows(64, 3, 6100, 6100) == 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ DIFFERS = "its logits differ from those of its own forward"
 
 def test_a_cache_that_is_not_moved_is_seen(steps, monkeypatch):
     own = cache_module.RolloutCache.tensors
-    _within(monkeypatch, engine._Turns, "_go_on_with", cache_module.RolloutCache, "tensors", lambda self: [])
+    _within(monkeypatch, turns.Turns, "_go_on_with", cache_module.RolloutCache, "tensors", lambda self: [])
     _within(monkeypatch, engine.Engine, "step_of_fewer", cache_module.RolloutCache, "tensors", own)
     assert DIFFERS in _reason()
 
@@ -170,7 +170,7 @@ def test_a_state_that_the_capture_has_changed_is_seen(steps, monkeypatch):
 def test_the_length_of_a_row_that_is_not_moved_is_seen(steps, monkeypatch):
     own = decode.Rows.of_rows
     _within(
-        monkeypatch, engine._Turns, "_go_on_with", decode.Rows, "of_rows",
+        monkeypatch, turns.Turns, "_go_on_with", decode.Rows, "of_rows",
         lambda self: [t for t in own(self) if t is not self.written],
     )  # fmt: skip
     _within(monkeypatch, engine.Engine, "step_of_fewer", decode.Rows, "of_rows", own)

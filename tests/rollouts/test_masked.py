@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.patching.body import Unserved
 from npu_trainer_kernels.rollouts import cache as cache_module
-from npu_trainer_kernels.rollouts import decode, engine
+from npu_trainer_kernels.rollouts import decode, turns
 from npu_trainer_kernels.rollouts.masked import MaskedDecoding, masks_of_rows
 from npu_trainer_kernels.rollouts.on_device import OnDevice
 from tests.families.tiny import tiny_config, tiny_model
@@ -108,8 +108,8 @@ def test_a_packed_row_comes_first():
 
 def test_each_number_of_places_is_compared_first_and_last_tokens(monkeypatch):
     monkeypatch.setattr(cache_module, "_ROOM", 16)
-    compared, own = [], engine.differs
-    monkeypatch.setattr(engine, "differs", lambda *args: (compared.append(args[-1]), own(*args))[1])
+    compared, own = [], turns.differs
+    monkeypatch.setattr(turns, "differs", lambda *args: (compared.append(args[-1]), own(*args))[1])
     model, _ = served("bloom")
 
     def looks(tokens):

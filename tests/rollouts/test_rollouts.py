@@ -12,7 +12,7 @@ from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.capture import pieces
 from npu_trainer_kernels.patching.modules import norm_forms
 from npu_trainer_kernels.rollouts import cache as cache_module
-from npu_trainer_kernels.rollouts import decode, engine
+from npu_trainer_kernels.rollouts import decode, engine, turns
 from npu_trainer_kernels.rollouts.weights import Weights
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
@@ -391,7 +391,7 @@ def test_auto_asks_for_long_completions():
 def test_a_rollout_without_room_does_not_refuse_a_shorter_one(monkeypatch):
     model, _, rollouts = served("llama")
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_free_bytes", lambda where, parts: 1)
+        patch.setattr(engine, "free_bytes", lambda where, parts: 1)
         with pytest.raises(ValueError, match="its caches do not fit into the device's memory"):
             completions(model, prompts(), greedy(4))
     assert rollouts.engine.rollouts == 0
@@ -475,7 +475,7 @@ def test_a_prompt_of_another_row_is_seen(monkeypatch):
         rows = [rows for _, rows in given]
         original(self, [(n, other) for (n, _), other in zip(given, rows[1:] + rows[:1], strict=True)], where)
 
-    monkeypatch.setattr(engine, "Places", type("Places", (cache_module.Places,), {"__init__": exchanged}))
+    monkeypatch.setattr(turns, "Places", type("Places", (cache_module.Places,), {"__init__": exchanged}))
     assert "its logits differ from those of its own forward" in _reason_of(served("llama")[0])
 
 
