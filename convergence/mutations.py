@@ -25,7 +25,7 @@ from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.ops.attention.segments import Segments
 from npu_trainer_kernels.ops.attention.shared_rows import Shared
 from npu_trainer_kernels.ops.experts.row_kernels import Routing
-from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.head_options import HeadOptions
 from npu_trainer_kernels.patching.body.layout import Layout
 from npu_trainer_kernels.patching.body.state_row import StateRow
 from npu_trainer_kernels.patching.probe import agreement

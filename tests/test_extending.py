@@ -184,7 +184,7 @@ MODULES = [
     (InverseInOneDtype, {"casting": "rstd"}),
 ''',
         },
-        "npu_trainer_kernels/descriptions/norms.py": {
+        "npu_trainer_kernels/descriptions/norm_cases.py": {
             '    GateEntry("rms_norm, no weight",': (
                 '    GateEntry("rms_norm, rstd", HIDDEN, "hidden", _rms_norm(casting="rstd")),\n'
                 '    GateEntry("rms_norm, no weight",'

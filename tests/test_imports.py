@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,9 @@ def test_private_names_stay_in_their_modules(module):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in others
     }
     assert not {name for name in used if name.startswith("_") and not name.endswith("__")}
+
+
+def test_names_of_files_stand_once():
+    """A traceback or a sentence names a file by its last part."""
+    names = Counter(path.name for path in PACKAGE.rglob("*.py") if not path.name.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []

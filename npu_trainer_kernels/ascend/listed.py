@@ -1,6 +1,6 @@
 """Reads and writes `listed.json`, which lists the kernels that may break a rule about waiting, with reasons.
 
-`python -m npu_trainer_kernels.ascend.report` writes the file.
+`python -m npu_trainer_kernels.ascend.gate_report` writes the file.
 """
 
 import json

@@ -13,9 +13,9 @@ from torch import nn
 from ..capture import Pieces, capture, recorder_for
 from ..patching.body import packed_row
 from ..patching.layers import LayerState
-from .cache import Decoding, RolloutCache
 from .masked import MaskedDecoding, masks_of_rows
 from .on_device import OnDevice
+from .rollout_cache import Decoding, RolloutCache
 from .sampling import Sampling
 from .weights import Weights
 

@@ -28,7 +28,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from ..patching.body import Unserved
-from .cache import Decoding
+from .rollout_cache import Decoding
 
 __all__ = ["MaskedDecoding", "masks_of_rows"]
 

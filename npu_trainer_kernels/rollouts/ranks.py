@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..patching.head import is_partitioned
-from .engine import free_bytes
+from .rollout_engine import free_bytes
 
 __all__ = ["all_agree", "gathered", "is_shared", "why_not_gathered"]
 

@@ -25,9 +25,9 @@ from ..patching import NpuKernels
 from ..patching.classes import GLOBAL_HOOKS, derived
 from ..patching.head import causal_lm
 from ..support.switch import check_switch
-from .cache import states_of
-from .engine import Engine, random_state, set_random_state
 from .ranks import all_agree, gathered, is_shared, why_not_gathered
+from .rollout_cache import states_of
+from .rollout_engine import Engine, random_state, set_random_state
 from .sampling import sampling_of
 from .turns import Rollout
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ..ops.attention import uploaded
-from .cache import Places, RolloutCache
 from .decode import Rows, Step
+from .logits_trial import Differs, differs
+from .rollout_cache import Places, RolloutCache
 from .sampling import Sampling
-from .trial import Differs, differs
 
 __all__ = ["AT_ONCE", "Rollout", "Turns"]
 

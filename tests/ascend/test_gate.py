@@ -7,8 +7,8 @@ import torch
 from npu_trainer_kernels import device
 from npu_trainer_kernels.ascend import gate
 from npu_trainer_kernels.ascend.gate import CHIPS, FewRows, GateCase, Minimum, collect, failures
+from npu_trainer_kernels.ascend.gate_report import render, report_is_current, write_report
 from npu_trainer_kernels.ascend.plan import plan_lowered
-from npu_trainer_kernels.ascend.report import render, report_is_current, write_report
 from npu_trainer_kernels.ops.launch import launch
 
 from . import toys

@@ -16,7 +16,7 @@ from npu_trainer_kernels.ascend.launcher import LaunchRecorder, LoweringLauncher
 from npu_trainer_kernels.ascend.plan import plan, violations
 from npu_trainer_kernels.descriptions import GATE, GATE_DTYPES, GateTensors
 from npu_trainer_kernels.ops.gates import ACTIVATIONS
-from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.head_options import HeadOptions
 from npu_trainer_kernels.ops.head.statistics import _raw_statistics
 from npu_trainer_kernels.ops.launch import use_launcher
 from npu_trainer_kernels.ops.norms.rms_kernels import CASTINGS

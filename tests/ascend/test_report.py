@@ -14,10 +14,10 @@ from npu_trainer_kernels.ascend.gate import (
     failures,
     no_longer_needed,
 )
+from npu_trainer_kernels.ascend.gate_report import not_reported, report_is_current, write_report
 from npu_trainer_kernels.ascend.launcher import LaunchRecorder
 from npu_trainer_kernels.ascend.lower import lower
 from npu_trainer_kernels.ascend.plan import planned_code
-from npu_trainer_kernels.ascend.report import not_reported, report_is_current, write_report
 from npu_trainer_kernels.descriptions import GATE
 from npu_trainer_kernels.ops.launch import use_launcher
 

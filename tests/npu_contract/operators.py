@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.head_options import HeadOptions
 from npu_trainer_kernels.ops.head.reference import logits_statistics_reference
 from npu_trainer_kernels.ops.norms.rms_kernels import _normed, norm_backward
 from npu_trainer_kernels.ops.rope import rope_reference

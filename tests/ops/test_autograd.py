@@ -16,8 +16,8 @@ from npu_trainer_kernels import ops
 from npu_trainer_kernels.descriptions import FORMS, Inputs, ModelShapes, Workload, as_tuple, of_model
 from npu_trainer_kernels.ops import fused_linear_cross_entropy, grpo_loss, linear_logprob
 from npu_trainer_kernels.ops.head import chunks
+from npu_trainer_kernels.ops.linear_attention.chunk_states import states
 from npu_trainer_kernels.ops.linear_attention.grid import Grid
-from npu_trainer_kernels.ops.linear_attention.states import states
 from npu_trainer_kernels.ops.slices import in_slices
 from tests.closeness import assert_op_close
 

@@ -11,7 +11,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from npu_trainer_kernels import backends
 from npu_trainer_kernels.ops import Segments, causal_conv1d, causal_conv1d_reference, launch
-from npu_trainer_kernels.ops.convolution import kernels, places
+from npu_trainer_kernels.ops.convolution import convolution_kernels as kernels
+from npu_trainer_kernels.ops.convolution import places
 from tests.closeness import assert_op_close
 from tests.ops.test_shared_rows import Waits
 from tests.pairs import pairs

@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from npu_trainer_kernels import ops
 from npu_trainer_kernels.ops.head import chunks as chunks_module
 from npu_trainer_kernels.ops.head import divergence, engine, gradient, statistics
-from npu_trainer_kernels.ops.head import options as options_module
+from npu_trainer_kernels.ops.head import head_options as options_module
+from npu_trainer_kernels.ops.head.head_options import HeadOptions
 from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
-from npu_trainer_kernels.ops.head.options import HeadOptions
 from npu_trainer_kernels.ops.norms import rms_kernels
 from tests.ops import (
     test_head,

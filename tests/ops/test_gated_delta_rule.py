@@ -18,7 +18,10 @@ from npu_trainer_kernels import backends
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.ops import Segments, gated_delta_rule, gated_delta_rule_reference
 from npu_trainer_kernels.ops.launch import KernelError
-from npu_trainer_kernels.ops.linear_attention import DeltaRuleForm, chunks, fla, grid, kernels, slices, unserved_by_fla
+from npu_trainer_kernels.ops.linear_attention import DeltaRuleForm, fla, grid, unserved_by_fla
+from npu_trainer_kernels.ops.linear_attention import delta_rule_chunks as chunks
+from npu_trainer_kernels.ops.linear_attention import delta_rule_kernels as kernels
+from npu_trainer_kernels.ops.linear_attention import head_slices as slices
 from npu_trainer_kernels.ops.trial import differs
 from tests.closeness import assert_op_close
 from tests.ops.test_shared_rows import Waits

@@ -10,8 +10,8 @@ from npu_trainer_kernels import backends, tiling
 from npu_trainer_kernels.ops.head import chunks as chunks_module
 from npu_trainer_kernels.ops.head import fused
 from npu_trainer_kernels.ops.head.engine import head_statistics
+from npu_trainer_kernels.ops.head.head_options import HeadOptions
 from npu_trainer_kernels.ops.head.objective import LogProbObjective
-from npu_trainer_kernels.ops.head.options import HeadOptions
 from npu_trainer_kernels.ops.head.reference import head_statistics_reference
 from npu_trainer_kernels.ops.launch import KernelError
 from tests.closeness import assert_as_close, assert_op_close, rounded_if_needed

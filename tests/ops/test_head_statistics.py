@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npu_trainer_kernels import tiling
-from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.head_options import HeadOptions
 from npu_trainer_kernels.ops.head.reference import logits_statistics_reference
 from npu_trainer_kernels.ops.head.statistics import row_statistics
 from tests.closeness import assert_op_close

@@ -8,7 +8,7 @@ from torch import nn
 
 from npu_trainer_kernels.ops import linear_logprob
 from npu_trainer_kernels.ops.head.engine import head_statistics
-from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.head_options import HeadOptions
 from npu_trainer_kernels.patching.call import CallSettings, current_call, track_calls
 from npu_trainer_kernels.patching.learned_plan import LearnedPlan
 from npu_trainer_kernels.patching.stand_aside import StandAside

@@ -19,7 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops.attention import Segments, Shared
-from npu_trainer_kernels.ops.linear_attention import chunks
+from npu_trainer_kernels.ops.linear_attention import delta_rule_chunks as chunks
 from npu_trainer_kernels.patching.body import (
     Unserved,
     packed_row,

@@ -12,8 +12,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.patching.modules import CACHED_ROTATION, cached_rotation
-from npu_trainer_kernels.rollouts import cache as cache_module
 from npu_trainer_kernels.rollouts import decode
+from npu_trainer_kernels.rollouts import rollout_cache as cache_module
 from tests.models import small_model
 
 from .common import alone, greedy, prompts, served

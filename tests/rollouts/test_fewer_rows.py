@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
-from npu_trainer_kernels.rollouts import cache as cache_module
-from npu_trainer_kernels.rollouts import decode, engine, turns
+from npu_trainer_kernels.rollouts import decode, turns
+from npu_trainer_kernels.rollouts import rollout_cache as cache_module
+from npu_trainer_kernels.rollouts import rollout_engine as engine
 from tests.families.captured import _OPS, _own_experts
 from tests.families.tiny import tiny_model
 from tests.models import small_model

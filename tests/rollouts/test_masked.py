@@ -12,8 +12,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.patching.body import Unserved
-from npu_trainer_kernels.rollouts import cache as cache_module
 from npu_trainer_kernels.rollouts import decode, turns
+from npu_trainer_kernels.rollouts import rollout_cache as cache_module
 from npu_trainer_kernels.rollouts.masked import MaskedDecoding, masks_of_rows
 from npu_trainer_kernels.rollouts.on_device import OnDevice
 from tests.families.tiny import tiny_config, tiny_model

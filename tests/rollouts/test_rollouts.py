@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.capture import pieces
 from npu_trainer_kernels.patching.modules import norm_forms
-from npu_trainer_kernels.rollouts import cache as cache_module
-from npu_trainer_kernels.rollouts import decode, engine, turns
+from npu_trainer_kernels.rollouts import decode, turns
+from npu_trainer_kernels.rollouts import rollout_cache as cache_module
+from npu_trainer_kernels.rollouts import rollout_engine as engine
 from npu_trainer_kernels.rollouts.weights import Weights
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model

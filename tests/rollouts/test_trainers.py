@@ -17,7 +17,7 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 import npu_trainer_kernels
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback
-from npu_trainer_kernels.rollouts.engine import Engine
+from npu_trainer_kernels.rollouts.rollout_engine import Engine
 from tests.models import small_model
 from tests.training.test_grpo import difference, tokenizer
 

@@ -37,7 +37,7 @@ from ..fallback import falls_back
 from ..host import once_differentiable
 from ..launch import KernelError
 from ..trial import differs
-from .kernels import MOST_TAPS, ConvolutionForm, Gradients, launch_backward, launch_forward
+from .convolution_kernels import MOST_TAPS, ConvolutionForm, Gradients, launch_backward, launch_forward
 from .places import add_gradient_of_last, extended_places, last_inputs
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]

@@ -3,7 +3,7 @@
 1. `engine.py`: the maths, and the loop over chunks of tokens: logits, statistics, coefficients, gradient.
 2. `statistics.py`, `gradient.py`, `fused.py`: the kernels for a chunk; `divergence.py`: the kernel for the chunks of a
    student and a teacher; `chunks.py`: the matrix products and sums of a chunk.
-3. `options.py`: the transform of logits; `objective.py`: the losses whose gradient forward computes;
+3. `head_options.py`: the transform of logits; `objective.py`: the losses whose gradient forward computes;
    `vocabulary_slices.py`: a vocabulary that is sharded over ranks; `reference.py`: plain PyTorch.
 4. `linear_cross_entropy.py`, `linear_logprob.py`, `linear_divergence.py`, `linear_topk_divergence.py`, `grpo_loss.py`
    (with the kernel of `grpo_formula.py`): the losses.
@@ -19,6 +19,7 @@ from .grpo_loss import (
     grpo_loss_reference,
     planned,
 )
+from .head_options import HeadOptions, transformed
 from .linear_cross_entropy import LinearCrossEntropyOutput, fused_linear_cross_entropy, linear_cross_entropy_reference
 from .linear_divergence import LinearDivergenceOutput, linear_divergence, linear_divergence_reference
 from .linear_logprob import (
@@ -31,7 +32,6 @@ from .linear_logprob import (
 )
 from .linear_topk_divergence import linear_topk_divergence, linear_topk_divergence_reference, top_log_probs
 from .objective import GIVE_UP, LogProbObjective, Objective
-from .options import HeadOptions, transformed
 from .vocabulary_slices import unshared
 
 __all__ = [

@@ -18,7 +18,7 @@ import torch
 from ... import device, tiling
 from ...support.triton import jit, tl
 from ..launch import launch
-from .options import guarded
+from .head_options import guarded
 from .vocabulary_slices import VocabSlice
 
 __all__ = ["Chunks", "Gradients", "Ids", "Rows"]

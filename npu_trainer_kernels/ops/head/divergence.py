@@ -49,7 +49,7 @@ from ...support.triton import jit, tl
 from ..launch import launch
 from .chunks import Chunks
 from .gradient import coefficients
-from .options import HeadOptions, guarded, kernel_flags, slope, transform, transformed
+from .head_options import HeadOptions, guarded, kernel_flags, slope, transform, transformed
 from .statistics import HeadStatistics, Softmax, row_statistics
 from .vocabulary_slices import VocabSlice
 

@@ -75,6 +75,7 @@ from .chunks import Chunks, Gradients, Ids, Rows
 from .divergence import Teacher, divergence_and_gradient, teacher_rows
 from .fused import statistics_and_gradient
 from .gradient import coefficients, gradient_in_place, gradient_of_logits
+from .head_options import HeadOptions
 from .objective import (
     GIVE_UP,
     DivergenceObjective,
@@ -83,7 +84,6 @@ from .objective import (
     may_fuse,
     objective_gradient,
 )
-from .options import HeadOptions
 from .reference import logits_statistics_reference
 from .statistics import DIFFERENTIABLE, HeadStatistics, Softmax, row_statistics
 from .vocabulary_slices import VocabSlice

@@ -13,7 +13,7 @@ from ... import device, tiling, vendor
 from ...support.triton import jit, libdevice, tl
 from ..launch import launch
 from .gradient import coefficients, gradient_in_place
-from .options import HeadOptions, guarded, kernel_flags, slope, transformed
+from .head_options import HeadOptions, guarded, kernel_flags, slope, transformed
 from .statistics import HeadStatistics, Softmax, row_statistics, vendor_statistics
 
 __all__ = ["statistics_and_gradient"]

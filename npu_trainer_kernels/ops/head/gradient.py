@@ -12,7 +12,7 @@ import torch
 from ... import device, tiling, vendor
 from ...support.triton import jit, libdevice, tl
 from ..launch import launch
-from .options import HeadOptions, guarded, kernel_flags, twice_sigmoid
+from .head_options import HeadOptions, guarded, kernel_flags, twice_sigmoid
 from .statistics import Softmax
 from .vocabulary_slices import VocabSlice
 

@@ -47,8 +47,8 @@ from ...support.opaque import opaque
 from ..checks import check_float, check_head, check_ids, check_range, check_same_device, is_number
 from .engine import head_statistics, logits_statistics
 from .grpo_formula import CLIPPED, GrpoOptions, GrpoTokens, batch_tokens, grpo_objective, grpo_terms, token_gradient
+from .head_options import HeadOptions
 from .objective import LogProbObjective, Objective
-from .options import HeadOptions
 from .reference import head_statistics_reference, logits_statistics_reference
 from .statistics import HeadStatistics
 from .vocabulary_slices import own_part

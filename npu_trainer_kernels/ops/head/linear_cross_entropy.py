@@ -34,8 +34,8 @@ from ..checks import (
 )
 from ..host import compute_dtype
 from .engine import head_statistics
+from .head_options import HeadOptions
 from .objective import LinearObjective, Objective
-from .options import HeadOptions
 from .reference import transformed_logits
 from .statistics import HeadStatistics
 from .vocabulary_slices import own_part

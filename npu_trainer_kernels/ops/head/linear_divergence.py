@@ -45,9 +45,9 @@ from ..checks import (
 from ..host import compute_dtype
 from .divergence import Teacher
 from .engine import head_statistics
+from .head_options import HeadOptions
 from .linear_cross_entropy import valid_rows
 from .objective import DivergenceObjective
-from .options import HeadOptions
 from .reference import transformed_logits
 from .statistics import HeadStatistics
 from .vocabulary_slices import VocabSlice, own_part

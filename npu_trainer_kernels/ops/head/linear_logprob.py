@@ -15,8 +15,8 @@ from ... import backends
 from ...support.opaque import opaque
 from ..checks import check_choices, check_head, check_range
 from .engine import head_statistics
+from .head_options import HeadOptions
 from .objective import Objective
-from .options import HeadOptions
 from .reference import head_statistics_reference
 from .vocabulary_slices import own_part
 

@@ -59,9 +59,9 @@ from ..host import autocasts, compute_dtype
 from .chunks import Chunks
 from .engine import head_statistics
 from .gradient import first_places
+from .head_options import HeadOptions
 from .linear_divergence import REDUCTIONS, Reduction, Selected, check_mask
 from .objective import LogProbObjective
-from .options import HeadOptions
 from .reference import transformed_logits
 from .statistics import row_statistics
 

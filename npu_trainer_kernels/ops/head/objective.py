@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .options import HeadOptions
+from .head_options import HeadOptions
 from .statistics import DIFFERENTIABLE, HeadStatistics
 
 __all__ = [

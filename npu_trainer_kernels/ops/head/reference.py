@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .options import HeadOptions
+from .head_options import HeadOptions
 from .statistics import HeadStatistics
 
 __all__ = ["head_statistics_reference", "logits_statistics_reference", "transformed_logits"]

@@ -13,7 +13,7 @@ import torch
 from ... import device, tiling, vendor
 from ...support.triton import jit, tl
 from ..launch import launch
-from .options import HeadOptions, guarded, kernel_flags, transform, transformed
+from .head_options import HeadOptions, guarded, kernel_flags, transform, transformed
 from .vocabulary_slices import RowSums, VocabSlice
 
 __all__ = ["DIFFERENTIABLE", "HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]

@@ -1,8 +1,9 @@
 """The state of linear-attention and state-space layers: the gated delta rule.
 
 `gated_delta_rule.py` has the formulas, the reference and the public function. `grid.py` cuts rows and segments into
-chunks, `chunks.py` computes the op in them, `states.py` the states between them, in torch or by the kernels of
-`kernels.py`. `slices.py` runs it over slices of heads, forward and backward, and `fla.py` calls flash-linear-attention.
+chunks, `delta_rule_chunks.py` computes the op in them, `chunk_states.py` the states between them, in torch or by the
+kernels of `delta_rule_kernels.py`. `head_slices.py` runs it over slices of heads, forward and backward, and `fla.py`
+calls flash-linear-attention.
 """
 
 from .fla import DeltaRuleForm, unserved_by_fla

@@ -32,8 +32,8 @@ from ... import device as devices
 from ...support.errors import one_line
 from ..attention import Segments, once_for_segments, uploaded
 from ..trial import differs
-from .chunks import normalized
-from .slices import in_chunks
+from .delta_rule_chunks import normalized
+from .head_slices import in_chunks
 
 __all__ = ["DeltaRuleForm", "by_fla", "choose", "unserved_by_fla"]
 

@@ -10,8 +10,8 @@ key head serves Hv / Hk neighbouring value heads. With `normalize`, q and k are 
 x rsqrt(sum of x^2 + 1e-6). For Mamba 2, k is B, q is C, v is dt x, g is dt A and scale is 1. All of it is computed in
 fp32, also under autocast, and o is rounded once.
 
-The op runs in chunks of tokens (`chunks.py`), one slice of heads after another (`slices.py`). All of it is in torch but
-for the states that enter the chunks (`states.py`), for which backend "triton" has a kernel.
+The op runs in chunks of tokens (`delta_rule_chunks.py`), one slice of heads after another (`head_slices.py`). All of
+it is in torch but for the states that enter the chunks (`chunk_states.py`), for which backend "triton" has a kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 from ..attention import Segments
 from ..checks import check_float, check_same_device, is_number
-from .chunks import normalized
+from .delta_rule_chunks import normalized
 from .fla import by_fla, choose
-from .slices import in_chunks
+from .head_slices import in_chunks
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_reference"]
 

@@ -24,8 +24,8 @@ import torch
 
 from ..fallback import falls_back
 from ..host import once_differentiable
+from .delta_rule_kernels import launch_backward, launch_forward
 from .grid import Grid
-from .kernels import launch_backward, launch_forward
 
 __all__ = ["states"]
 

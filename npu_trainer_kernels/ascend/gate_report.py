@@ -3,7 +3,7 @@
 The compile time is the only column that a rerun would change. It is shown in coarse steps and ignored when reports are
 compared, so the file changes only with the kernels or the compiler.
 
-    python -m npu_trainer_kernels.ascend.report
+    python -m npu_trainer_kernels.ascend.gate_report
 
 rewrites `listed.json` after running the gate again for all kernels that break a rule about waiting. Entries of kernels
 that keep their rule are removed. A new entry has an empty reason; `listed.parse` rejects the file until a maintainer

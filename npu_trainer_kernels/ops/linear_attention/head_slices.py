@@ -17,7 +17,7 @@ from ... import device
 from ...support.opaque import opaque
 from ..attention import Segments
 from ..host import autocasts, once_differentiable
-from .chunks import chunked, numbers_of_a_chunk
+from .delta_rule_chunks import chunked, numbers_of_a_chunk
 from .grid import Grid
 
 __all__ = ["in_chunks"]

@@ -1,4 +1,4 @@
-"""The kernels that walk from chunk to chunk, and their launches; `states.py` has the formulas.
+"""The kernels that walk from chunk to chunk, and their launches; `chunk_states.py` has the formulas.
 
 A program has one row or segment of one head and a block of the columns of its state, which it keeps on the chip. The
 columns of a state do not depend on each other, so that no program adds to the result of another one: gradients have

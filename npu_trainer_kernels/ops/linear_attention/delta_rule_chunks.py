@@ -9,7 +9,7 @@ so that U = T (V - K E) with T = (I + A)^-1 diag(beta) and the rows exp(b_t) k_t
 
     X = diag(exp(b_C)) E + R^T U        R_j = exp(b_C - b_j) k_j
 
-Without beta U = V. T V, T K and all else but E are computed for all chunks at once; `states.py` computes E.
+Without beta U = V. T V, T K and all else but E are computed for all chunks at once; `chunk_states.py` computes E.
 
 No sum of logs is a difference of two larger ones, because with strong gates such a difference has few digits left:
 logs between two tokens are summed from one to the other. All of them are sums of numbers <= 0, so that no exponential
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
+from .chunk_states import states
 from .grid import Grid
-from .states import states
 
 __all__ = ["chunked", "normalized", "numbers_of_a_chunk"]
 

@@ -4,13 +4,13 @@ A rollout is, in this order:
 
 1. `sampling.py`: how tokens are chosen, from what `generate` has prepared.
 2. The prompts go through the model as one packed row without padding, each different prompt once; their keys and values
-   go to the rows that begin with them (`cache.py`), and each row's first token is chosen.
+   go to the rows that begin with them (`rollout_cache.py`), and each row's first token is chosen.
 3. `decode.py`: one captured step is replayed until all rows have ended. Rows beyond the cache's room wait, and take the
    places of rows that have ended. When no row waits and at most half of them go on, these are moved to the first
    places, and a step of as many rows is captured for the rest, if it is expected to save more time than that takes.
 
 At the first rollout the logits of the prompts and of two replays are compared with the model's own forward over the
-same tokens (`trial.py`). What differs by more than rounding, or cannot be captured, is left to `generate`.
+same tokens (`logits_trial.py`). What differs by more than rounding, or cannot be captured, is left to `generate`.
 
 A model whose attention takes no packed row attends by its own code, with a mask of each row (`masked.py`): its prompts
 go through it one by one. Its last logits are compared, too, since its code may do something else with longer rows.
@@ -37,10 +37,10 @@ from ..patching.body import Packing, Unserved, attend_by_segments, packed_row, p
 from ..patching.patch import PROBE_ERRORS
 from ..patching.undo import Undo
 from ..support.errors import one_line
-from .cache import Decoding, RolloutCache, places_for
 from .decode import ModelState, Rows, Step, arguments_of, cache_name, logits_of, of_own_code
+from .logits_trial import Differs
 from .masked import MaskedDecoding
-from .trial import Differs
+from .rollout_cache import Decoding, RolloutCache, places_for
 from .turns import Rollout, Turns
 from .weights import Weights, WeightUses
 
