@@ -156,7 +156,7 @@ def test_a_fault_that_a_device_has_no_place_for_says_so_and_others_have_to_be_re
     assert (result.outcome, result.caught, result.shown_in) == ("not on this device", True, "no place on cpu")
     assert mutations.cases_of([absent], "cpu") == []
     apart = {m.name.split(":")[0] for m in mutations.MUTATIONS if m.absent("cpu")}
-    assert apart == {"segment_kernels.ByKernel", "engine._LogitsStatistics", "states._States"}
+    assert apart == {"segment_kernels.ByKernel", "engine._LogitsStatistics", "chunk_states._States"}
     unreached = mutations.Mutation("y", (), mutations._seen_neighbour)
     result = mutations.plant(unreached, Workshop(tmp_path, "cpu"), lambda case: [])
     assert (result.outcome, result.caught) == ("not reached", False)
