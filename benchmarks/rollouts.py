@@ -88,6 +88,12 @@ def _ends(vocabulary: int, mean: int | None) -> list[int]:
     return list(range(1, 2 + (0 if mean is None else vocabulary // mean)))
 
 
+def _made(completions: torch.Tensor, ends: list[int]) -> int:
+    """Returns the number of tokens of completions [B, N]: an end counts, and what follows it does not."""
+    ended = torch.isin(completions, torch.tensor(ends, device=completions.device)).cumsum(1)
+    return int(((ended == 0).sum(1) + (ended[:, -1] > 0)).sum())
+
+
 def _ways(
     model: Any, given: list[list[int]], tokens: int, mean: int | None, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
@@ -106,9 +112,7 @@ def _ways(
         return sum(len(output.generated_tokens) for output in found.values())
 
     def made(sequences: torch.Tensor) -> int:
-        ended = torch.isin(sequences[:, width:], torch.tensor(ends, device=device)).cumsum(1)
-        # A row's end counts as a token, and what follows it does not.
-        return int(((ended == 0).sum(1) + (ended[:, -1] > 0)).sum())
+        return _made(sequences[:, width:], ends)
 
     return {
         "generate": lambda: made(model.generate(**padded, generation_config=config)),

@@ -187,7 +187,7 @@ class NpuKernels:
         model = self._model()
         if model is not None and _handles.get(model) is self:
             del _handles[model]
-        self._aside.end()
+        self._aside.stop()
         leave_calls(self.settings)
         if model is not None:
             self._bound.take_out(model)  # what has come back since the last forward is bound to replaced classes

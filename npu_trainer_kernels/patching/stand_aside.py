@@ -64,8 +64,8 @@ class StandAside:
             if self._aside:
                 self._come_back()
 
-    def end(self) -> None:
-        """All modules come back, since their patches are taken out."""
+    def stop(self) -> None:
+        """All modules come back at once, since their patches are taken out."""
         with self._lock:
             if self._aside:
                 self._come_back()

@@ -151,9 +151,10 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts, outer: weakref.ref[n
         begun = time.perf_counter()
         engine = rollouts.engine
         outermost = outer() or self
+        shared = is_shared(outermost)
 
         def asked() -> Rollout:
-            reason = _aside(self, outermost, input_ids, generation_config, synced_gpus, streamer, model_kwargs)
+            reason = _aside(self, shared, input_ids, generation_config, synced_gpus, streamer, model_kwargs)
             if reason is not None:
                 raise Refused(reason)
             prompts = _prompts(input_ids, model_kwargs)
@@ -169,7 +170,7 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts, outer: weakref.ref[n
         try:
             if engine.serves(self) and not recording_now() and not torch.compiler.is_compiling():
                 try:
-                    run = _of_all_ranks if is_shared(outermost) else _of_this_process
+                    run = _of_all_ranks if shared else _of_this_process
                     tokens, *rollouts.last = run(self, outermost, engine, asked)
                     sequences = torch.cat((input_ids, tokens.to(input_ids.device)), 1)
                     if generation_config.return_dict_in_generate:
@@ -220,10 +221,9 @@ def _of_all_ranks(model: Any, outer: nn.Module, engine: Engine, asked: Callable[
 
 
 def _aside(
-    model: Any, outer: nn.Module, ids: torch.Tensor, config: Any, synced: bool, streamer: Any, given: dict[str, Any]
+    model: Any, shared: bool, ids: torch.Tensor, config: Any, synced: bool, streamer: Any, given: dict[str, Any]
 ) -> str | None:
     """Returns why a call of the sampling loop is not served, or None."""
-    shared = is_shared(outer)
     if synced and not shared:
         return "all ranks have to generate in step"
     if streamer is not None:
