@@ -129,7 +129,7 @@ def _functional_cross_entropy(policy: str) -> Make:
     def make(case: OpCase, device: torch.device) -> Function:
         if not hasattr(F, "linear_cross_entropy"):
             raise Absent(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-        options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)  # type: ignore[attr-defined, unused-ignore]
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)  # type: ignore[arg-type, attr-defined, unused-ignore]
         return lambda t: F.linear_cross_entropy(t["x"], t["weight"], t["target"], options=options)  # type: ignore[attr-defined, unused-ignore]
 
     return make

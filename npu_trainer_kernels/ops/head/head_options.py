@@ -69,8 +69,10 @@ def kernel_flags(options: HeadOptions, where: torch.device) -> dict[str, Any]:
 
 
 def row_blocks(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cuts `[n, V]` logits into the blocks of rows that torch computes at a time. On the host the fp32 copies of a block
-    stay in the processor's cache; elsewhere all rows are one block, because each block costs launches."""
+    """Cuts `[n, V]` logits into the blocks of rows that torch computes at a time.
+
+    On the host the fp32 copies of a block stay in the processor's cache. Elsewhere all rows are one block, because each
+    block costs launches."""
     if not device.spec(logits.device).is_host:
         return (logits,)
     return logits.split(tiling.host_rows(logits.shape[1]))
