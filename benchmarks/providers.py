@@ -123,12 +123,21 @@ def _compiled(op: str, mode: str | None = None) -> Provider:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@_peer("linear_cross_entropy", "torch.nn.functional", "torch")
-def _functional_cross_entropy(case: OpCase, device: torch.device) -> Function:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise Absent(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
-    return lambda t: F.linear_cross_entropy(t["x"], t["weight"], t["target"], options=options)  # type: ignore[attr-defined, unused-ignore]
+def _functional_cross_entropy(policy: str) -> Make:
+    """PyTorch's chunked head, with one of its policies of where sums are kept in fp32."""
+
+    def make(case: OpCase, device: torch.device) -> Function:
+        if not hasattr(F, "linear_cross_entropy"):
+            raise Absent(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)  # type: ignore[arg-type, attr-defined, unused-ignore]
+        return lambda t: F.linear_cross_entropy(t["x"], t["weight"], t["target"], options=options)  # type: ignore[attr-defined, unused-ignore]
+
+    return make
+
+
+# "auto" is the policy that PyTorch measured to be best for a device and a dtype.
+for _policy, _suffix in (("auto", ""), ("accurate", "-accurate"), ("balanced", "-balanced"), ("compact", "-compact")):
+    _peer("linear_cross_entropy", "torch.nn.functional" + _suffix, "torch")(_functional_cross_entropy(_policy))
 
 
 @_peer("rms_norm", "torch.nn.functional", "torch")

@@ -38,6 +38,7 @@ __all__ = [
     "has_fp32_output_product",
     "has_fp64",
     "has_libdevice",
+    "host_multiplies_bf16",
     "is_current",
     "is_out_of_memory",
     "keeps_compiled",
@@ -321,6 +322,11 @@ def has_fp32_output_product(device: torch.device) -> bool:
             return False
         _npu_products[device.index] = known
     return known
+
+
+def host_multiplies_bf16() -> bool:
+    """Whether PyTorch multiplies bf16 matrices on the host without converting them to fp32 first."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def try_fp32_output_product(where: torch.device) -> bool | None:

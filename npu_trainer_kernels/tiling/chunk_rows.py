@@ -7,7 +7,7 @@ from functools import cache
 from ..device import GIB, MIB, DeviceSpec
 from .common import cdiv
 
-__all__ = ["BorrowingChunks", "borrowing_chunks", "head_chunk", "rows_inside", "shortest_chunk"]
+__all__ = ["BorrowingChunks", "borrowing_chunks", "head_chunk", "host_rows", "rows_inside", "shortest_chunk"]
 
 
 def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden: int = 0,
@@ -32,9 +32,9 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
     alone = GIB if spec.has_warps else GIB // 2 + 2 * vocab * hidden if spec.has_buffer and in_place else 0
     if n_rows * vocab * itemsize <= alone and n_rows * vocab < 1 << 31:
         return max(1, n_rows)
-    # 0.5 GiB on an accelerator. On a CPU the matrix product needs a thousand rows: chunks of 64, 256 and 512 rows took
-    # 3.5, 1.7 and 1.25 times as long as 1024 (2 cores, 4096 x 256 x 8191, fp32, forward and backward).
-    budget, floor, multiple = (32 * MIB, 1024, 8) if spec.is_host else (GIB // 2, 1024, 128)
+    # 0.5 GiB on an accelerator. On a CPU products of 256 rows are as fast as longer ones in fp32, those of 400 in bf16
+    # (4096 x 512 x 50000, one core with AMX).
+    budget, floor, multiple = (48 * MIB, 256, 8) if spec.is_host else (GIB // 2, 1024, 128)
     rows = max(floor, budget // (vocab * itemsize))
     if spec.has_warps:
         # At multiples of 512 rows the products with the weight fill their last wave (H200, hidden 1024 to 4096). More
@@ -46,6 +46,12 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
         return max(1024, min(room, most) // 512 * 512)
     chunks = max(1, cdiv(n_rows, rows))
     return max(1, min(n_rows, cdiv(cdiv(n_rows, chunks), multiple) * multiple))
+
+
+def host_rows(vocab: int) -> int:
+    """Returns the number of rows of logits that torch computes with at a time on the host: their fp32 copy is 1 MiB, as
+    much as the second cache of a core holds."""
+    return max(1, (1 << 18) // max(1, vocab))
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
         and not call.several_ids
         and may_fuse(objective, bias, call.dtype, call.options, call.backend)
     )
-    if fused and call.backend != "vendor":
+    if fused and call.backend not in ("torch", "vendor"):
         tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
         fused = tile is not None
     borrow = tile is not None and needs[1] and not call.low_memory

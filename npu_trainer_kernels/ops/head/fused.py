@@ -12,9 +12,8 @@ import torch
 from ... import device, tiling, vendor
 from ...support.triton import jit, libdevice, tl
 from ..launch import launch
-from .gradient import coefficients, gradient_in_place
-from .head_options import HeadOptions, guarded, kernel_flags, slope, transformed
-from .statistics import HeadStatistics, Softmax, row_statistics, vendor_statistics
+from .head_options import HeadOptions, guarded, kernel_flags, row_blocks, slope, transformed
+from .statistics import HeadStatistics, Softmax, vendor_statistics
 
 __all__ = ["statistics_and_gradient"]
 
@@ -176,14 +175,13 @@ def statistics_and_gradient(
     """Computes the statistics of one chunk of logits and overwrites the logits with dL/dl of sum_i factor_i log_prob_i.
     `second` has the columns that are not in `logits`."""
     if backend == "torch":
-        every = logits if second is None else torch.cat((logits, second), 1)
-        statistics, softmax = row_statistics(every, ids, None, options, backend)
-        k = coefficients((factor, None, None, None), statistics.lse, None)
-        gradient_in_place(every, ids, None, softmax, k, options, backend)
-        if second is not None:
-            logits.copy_(every[:, : logits.shape[1]])
-            second.copy_(every[:, logits.shape[1] :])
-        return statistics, softmax
+        if second is None:
+            return _statistics_and_gradient_torch(logits, ids, factor, options)
+        every = torch.cat((logits, second), 1)
+        found = _statistics_and_gradient_torch(every, ids, factor, options)
+        logits.copy_(every[:, : logits.shape[1]])
+        second.copy_(every[:, logits.shape[1] :])
+        return found
     if backend == "vendor":
         log_prob, log_probs = vendor.cross_entropy(logits, ids)
         statistics, softmax = vendor_statistics(log_prob, logits, ids)
@@ -201,6 +199,45 @@ def statistics_and_gradient(
         {"HAS_SECOND": second is not None, **kernel_flags(options, logits.device), "HAS_ENTROPY": options.entropy,
          "LIBDEVICE": device.has_libdevice(logits.device), "FOLD": tile.fold, "WIDTH": tile.width, **tile.options},
     )  # fmt: skip
+    log_prob, lse, row_max, inverse_s, shift = out.unbind(0)
+    entropy = (lse - row_max) - shift if options.entropy else None
+    return HeadStatistics(log_prob, lse, entropy), Softmax(row_max, inverse_s, shift if options.entropy else None)
+
+
+def _statistics_and_gradient_torch(
+    logits: torch.Tensor, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions
+) -> tuple[HeadStatistics, Softmax]:
+    """Computes the same in torch; each block of rows is read once and written once."""
+    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
+    columns, (inner, outer), start = ids.long().unsqueeze(1), options.factors, 0
+    for block in row_blocks(logits):
+        rows = slice(start, start + len(block))
+        column, f, start = columns[rows], factor[rows].unsqueeze(1), rows.stop
+        z, t = block.float(), None
+        if options.softcap is not None:
+            t = z.mul_(inner).tanh_()
+            z = outer * t
+        elif inner != 1.0:
+            z.mul_(inner)
+        z_id, row_max = z.gather(1, column), z.amax(1, keepdim=True)
+        d = z.sub_(row_max)
+        e = d.exp() if options.entropy else d.exp_()
+        s = e.sum(1, keepdim=True)
+        log_s, inverse_s = s.log(), 1.0 / s
+        # Not z_id - lse, because the difference to the maximum is exact if the id is likely.
+        numbers = [(z_id - row_max) - log_s, row_max + log_s, row_max, inverse_s]
+        if options.entropy:
+            numbers.append(torch.linalg.vecdot(e, d).unsqueeze(1) * inverse_s)
+        for row, number in zip(out, numbers, strict=False):
+            row[rows] = number.squeeze(1)
+        a = -f * inverse_s
+        at_id = e.gather(1, column) * a + f
+        g = e.mul_(a).scatter_(1, column, at_id)
+        if t is not None:
+            g.mul_(outer * inner).mul_(1.0 - t * t)
+        elif inner != 1.0:
+            g.mul_(inner)
+        block.copy_(g)
     log_prob, lse, row_max, inverse_s, shift = out.unbind(0)
     entropy = (lse - row_max) - shift if options.entropy else None
     return HeadStatistics(log_prob, lse, entropy), Softmax(row_max, inverse_s, shift if options.entropy else None)

@@ -12,7 +12,7 @@ import torch
 from ... import device, tiling, vendor
 from ...support.triton import jit, libdevice, tl
 from ..launch import launch
-from .head_options import HeadOptions, guarded, kernel_flags, twice_sigmoid
+from .head_options import HeadOptions, guarded, kernel_flags, row_blocks, twice_sigmoid
 from .statistics import Softmax
 from .vocabulary_slices import VocabSlice
 
@@ -192,7 +192,11 @@ def gradient_of_logits(
     at_id = logits.gather(1, column)
     at_id = _gradient_torch(at_id.float(), u, softmax, k, options, b).to(logits.dtype)
     _gradient_without_id(grads, logits, class_weights, softmax, k, options, backend)
-    grads.scatter_(1, column, at_id)
+    # On the host, scattering two-byte numbers copies all that it scatters into.
+    blocks = row_blocks(grads)
+    each = len(blocks[0])
+    for block, its_columns, its_values in zip(blocks, column.split(each), at_id.split(each), strict=True):
+        block.scatter_(1, its_columns, its_values)
 
 
 @guarded
@@ -207,10 +211,18 @@ def _gradient_without_id(
 ) -> None:
     """Writes dL/dl without the b term to `grads`."""
     if backend == "torch":
-        z = logits.float()
-        if z is logits and grads is not logits:
-            z = grads.copy_(logits)
-        grads.copy_(_gradient_torch(z, class_weights, softmax, k, options))
+        start = 0
+        for of_logits, of_grads in zip(row_blocks(logits), row_blocks(grads), strict=True):
+            z = of_logits.float()
+            if z is of_logits and grads is not logits:
+                z = of_grads.copy_(of_logits)
+            stop = start + len(z)
+            numbers = (None if t is None else t[start:stop] for t in (*softmax, *k))
+            its = [*numbers]
+            g = _gradient_torch(z, class_weights, Softmax(*its[:3]), Coefficients(*its[3:]), options)  # type: ignore
+            if g is not of_grads:
+                of_grads.copy_(g)
+            start = stop
         return
     n_rows, n_cols = logits.shape
     has_weights = k.c is not None and class_weights is not None

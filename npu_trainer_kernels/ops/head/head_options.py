@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ... import device
+from ... import device, tiling
 from ...support.triton import jit, libdevice, tl
 from ..checks import is_number
 from ..fallback import falls_back
 
-__all__ = ["HeadOptions", "guarded", "kernel_flags", "slope", "transform", "transformed", "twice_sigmoid"]
+__all__ = ["HeadOptions", "guarded", "kernel_flags", "row_blocks", "slope", "transform", "transformed", "twice_sigmoid"]
 
 guarded = falls_back("linear_cross_entropy", "linear_logprob", "linear_divergence", "grpo_loss")
 
@@ -66,6 +66,16 @@ def kernel_flags(options: HeadOptions, where: torch.device) -> dict[str, Any]:
     inner, _ = options.factors
     cap = 2 if options.softcap is not None and device.has_libdevice(where) else options.softcap is not None
     return {"HAS_CAP": cap, "IS_IDENTITY": options.softcap is None and inner == 1.0}
+
+
+def row_blocks(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cuts `[n, V]` logits into the blocks of rows that torch computes at a time.
+
+    On the host the fp32 copies of a block stay in the processor's cache. Elsewhere all rows are one block, because each
+    block costs launches."""
+    if not device.spec(logits.device).is_host:
+        return (logits,)
+    return logits.split(tiling.host_rows(logits.shape[1]))
 
 
 @jit

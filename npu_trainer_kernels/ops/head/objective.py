@@ -96,9 +96,11 @@ def objective_gradient(
 
 def may_fuse(objective: Objective | None, bias: torch.Tensor | None, dtype: torch.dtype, options: HeadOptions,
            backend: str) -> bool:  # fmt: skip
-    """Whether one kernel may compute statistics and gradient."""
-    if options.mean or options.log_sum_sq or options.argmax or backend == "torch":
+    """Whether one kernel, or one loop over rows in torch, may compute statistics and gradient."""
+    if options.mean or options.log_sum_sq or options.argmax:
         return False
+    if backend == "torch":
+        return isinstance(objective, LinearObjective)
     if isinstance(objective, LogProbObjective):
         # The factor of a row multiplies x, and the product might exceed fp16's range.
         return bias is None and dtype != torch.float16

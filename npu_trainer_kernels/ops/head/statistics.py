@@ -13,7 +13,7 @@ import torch
 from ... import device, tiling, vendor
 from ...support.triton import jit, tl
 from ..launch import launch
-from .head_options import HeadOptions, guarded, kernel_flags, transform, transformed
+from .head_options import HeadOptions, guarded, kernel_flags, row_blocks, transform, transformed
 from .vocabulary_slices import RowSums, VocabSlice
 
 __all__ = ["DIFFERENTIABLE", "HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]
@@ -170,10 +170,16 @@ def _raw_statistics(
     logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
 ) -> tuple[torch.Tensor, ...]:
     """Returns (max, sum e, sum e d, sum u z, sum e^2, argmax) with d = z - max and e = exp(d), fp32 each."""
-    if backend == "torch":
-        return _raw_statistics_torch(logits, class_weights, options)
     n_rows, n_cols = logits.shape
     out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
+    if backend == "torch":
+        start = 0
+        for block in row_blocks(logits):
+            stop = start + len(block)
+            for row, numbers in zip(out, _raw_statistics_torch(block, class_weights, options), strict=True):
+                row[start:stop] = numbers
+            start = stop
+        return out.unbind(0)
     spec = device.spec(logits.device)
     extras = options.entropy + options.mean + options.log_sum_sq + options.argmax
     extras += (class_weights is not None) + (options.softcap is not None)
@@ -194,7 +200,7 @@ def _raw_statistics(
 def _raw_statistics_torch(
     logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions
 ) -> tuple[torch.Tensor, ...]:
-    """Computes the kernel's outputs in torch, for the whole chunk at once."""
+    """Computes the kernel's outputs in torch, for all rows at once."""
     z = transform(logits.float(), options)
     row_max = z.amax(-1)
     d = z - row_max.unsqueeze(-1)
