@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
 PROJECTS = ("transformers", "trl", "torch", "accelerate", "peft", "torch_npu")
 _MODULE = re.compile(rf"({'|'.join(PROJECTS)})(\.[a-z_]\w*)+")
 _PRIVATE = re.compile(r"_[a-zA-Z]\w*")
-_OURS = "_npu_kernels"
+_OURS = ("_npu_kernels", "_shuffled")
 # What reports about versions, and what adapts to Triton's.
 _ABOUT_VERSIONS = ("cli/_environment.py", "support/foreign.py", "support/triton.py")
 # Of Python itself, and of its named tuples.
