@@ -9,9 +9,9 @@ What is captured of a model, and when, is decided in `patching.layers`.
 
 from .graph import Graph, Recorder, recorder_for
 from .pieces import Pieces, Refused, capture, recording_now, seam, unwatched
-from .tape import Nothing, Watch
+from .tape import Nothing, Watch, parts_of
 
 __all__ = [
-    "Graph", "Nothing", "Pieces", "Recorder", "Refused", "Watch", "capture", "recorder_for", "recording_now", "seam",
-    "unwatched",
+    "Graph", "Nothing", "Pieces", "Recorder", "Refused", "Watch", "capture", "parts_of", "recorder_for", "recording_now",
+    "seam", "unwatched",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -88,6 +89,23 @@ class TapeRecorder:
         return tensor.detach()
 
 
+_one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside the `with` block nothing is collected, since graphs must not be destroyed during a capture; and no other
+    thread captures, which would switch the collector on again, and which the device's generator cannot bear."""
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
 class DeviceRecorder:
     """Records graphs of CUDA (`torch.cuda.CUDAGraph`) or of an NPU (`torch.npu.NPUGraph`), in a pool of their own."""
 
@@ -114,21 +132,15 @@ class DeviceRecorder:
         self._stream.wait_stream(self._module.current_stream(self._device))
         # A capture belongs to a thread, and gradients of a device are computed on another one otherwise.
         threads = torch.autograd.set_multithreading_enabled(False)
-        # Graphs must not be destroyed during a capture, so nothing is collected.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._module.stream(self._stream))
-                stack.enter_context(threads)
-                if look:
-                    if self._memory is not None:
-                        stack.enter_context(self._module.use_mem_pool(self._memory, self._device))
-                    stack.enter_context(watch)
-                yield
-        finally:
-            if collects:
-                gc.enable()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_uncollected())
+            stack.enter_context(self._module.stream(self._stream))
+            stack.enter_context(threads)
+            if look:
+                if self._memory is not None:
+                    stack.enter_context(self._module.use_mem_pool(self._memory, self._device))
+                stack.enter_context(watch)
+            yield
         self._module.current_stream(self._device).wait_stream(self._stream)
 
     def no_room(self) -> str | None:

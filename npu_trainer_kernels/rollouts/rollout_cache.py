@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -150,6 +151,17 @@ class Places:
         self.row, self.place, self.source = (uploaded(each, device) for each in (row, place, source))
 
 
+def _on_this_thread(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that is `forward` on this thread, and the forward of the module's class on others."""
+    thread = threading.get_ident()
+
+    def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
+        own = type(module).forward if threading.get_ident() != thread else forward
+        return own(module, *args, **kwargs)
+
+    return chosen
+
+
 class RolloutCache(Cache):
     """Keys and values of all rows at fixed addresses, `[B, heads, L, size]` for each layer.
 
@@ -260,16 +272,19 @@ class RolloutCache(Cache):
     @contextlib.contextmanager
     def rotating(self, model: nn.Module, norms: dict[Any, Any]) -> Iterator[None]:
         """Inside the `with` block the attentions of a model whose forward allows it call `rotate_and_update`, which is
-        one launch, for their norms, rotation and update of the cache. `norms` is a cache of the forms of norms."""
+        one launch, for their norms, rotation and update of the cache; on other threads they run their own forward.
+        `norms` is a cache of the forms of norms."""
         found = [(module, each) for module in model.modules() if (each := cached_rotation(module, norms)) is not None]
         for module, attention in found:
-            vars(module)["forward"] = types.MethodType(attention.forward, module)
+            vars(module)["forward"] = types.MethodType(_on_this_thread(attention.forward), module)
             vars(module)[CACHED_ROTATION] = functools.partial(self.rotate_and_update, attention)
         try:
             yield
         finally:
             for module, _ in found:
-                del vars(module)["forward"], vars(module)[CACHED_ROTATION]
+                # A rollout of another model that has this attention, too, may have taken them away.
+                vars(module).pop("forward", None)
+                vars(module).pop(CACHED_ROTATION, None)
 
     def allocate(self, rows: int, length: int) -> None:
         """Makes room for so many rows of so many places, as the prompts that it was given need."""

@@ -1,0 +1,1 @@
+CACHES = ("cache", "past_key_values", "cache_params")
