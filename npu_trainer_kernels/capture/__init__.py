@@ -2,6 +2,7 @@
 
 - `graph`: a device's graphs, and the tapes that stand in for them on the CPU.
 - `tape`: which operators a graph may hold, checked one by one, and the tape.
+- `reads`: which Python code runs; `watched`: the values that it reads, compared before each replay.
 - `pieces`: a function as captured pieces, forward and backward, with eager code between them.
 
 What is captured of a model, and when, is decided in `patching.layers`.
@@ -9,9 +10,11 @@ What is captured of a model, and when, is decided in `patching.layers`.
 
 from .graph import Graph, Recorder, recorder_for
 from .pieces import Pieces, Refused, capture, recording_now, seam, unwatched
+from .reads import Reads
 from .tape import Nothing, Watch, parts_of
+from .watched import SIMPLE, Watched
 
 __all__ = [
-    "Graph", "Nothing", "Pieces", "Recorder", "Refused", "Watch", "capture", "parts_of", "recorder_for", "recording_now",
-    "seam", "unwatched",
+    "SIMPLE", "Graph", "Nothing", "Pieces", "Reads", "Recorder", "Refused", "Watch", "Watched", "capture", "parts_of",
+    "recorder_for", "recording_now", "seam", "unwatched",
 ]  # fmt: skip

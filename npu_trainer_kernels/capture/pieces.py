@@ -27,7 +27,9 @@ from torch.autograd.graph import increment_version
 from ..ops.checks import values_unread
 from ..ops.host import refused
 from .graph import Graph, Recorder
+from .reads import Reads
 from .tape import Nothing, Refused, Watch
+from .watched import Watched, torch_settings
 
 __all__ = ["Attend", "Pieces", "Refused", "capture", "recording_now", "seam", "unwatched"]
 
@@ -157,6 +159,7 @@ class Pieces:
         tokens: the number of live tokens of the last forward; None: all.
         prepare: called before a forward (with False) and before each graph of its backward (with True); it puts
             parameters that move to where the graphs read them. None: parameters stay where they are.
+        watched: what the code of the function has read; replays are right as long as it holds. None: nobody asked.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class Pieces:
         self.sign = torch.empty(0, len(pieces[-1].outputs))
         self.tokens: int | None = None
         self.prepare: Callable[[bool], None] | None = None
+        self.watched: Watched | None = None
         known = {t.untyped_storage().data_ptr() for t in inputs}
         for piece in pieces:
             piece.written = [o for o in piece.outputs if o.untyped_storage().data_ptr() not in known]
@@ -380,6 +384,7 @@ def capture(
     joined: Sequence[torch.Tensor] = (),
     keeps: bool = True,
     known: bool = False,
+    watch: Callable[[Reads | None, tuple[Any, ...]], Watched] | None = None,
 ) -> Pieces:
     """Captures a function, with its gradients if gradients are enabled.
 
@@ -400,11 +405,13 @@ def capture(
             repeated by a checkpoint right before its backward) they may share the memory of what they save.
         known: whether the same function, without a seam, was captured before, with inputs of the same shapes; then it
             runs once, since its operators were checked.
+        watch: makes a watch of what the function's code reads (`Pieces.watched`), from the code that ran (None: it was
+            not looked at) and PyTorch's settings.
 
     Raises:
         Refused: the function cannot be captured.
     """
-    graded = torch.is_grad_enabled()
+    graded, settings = torch.is_grad_enabled(), torch_settings()
     trained = [leaf for leaf in parameters if leaf.requires_grad]
     leaves: list[Any] = [i for i, t in enumerate(inputs) if t.requires_grad]
     wanted = [*(inputs[i] for i in leaves), *trained] if graded else []
@@ -418,11 +425,30 @@ def capture(
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
         with unpacked, values_unread():
-            if not known:
-                _look(function, inputs, wanted, fixed, recorder, layouts, joined)
-            return _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
+            reads = None if known else _look(function, inputs, wanted, fixed, recorder, layouts, joined)
+            watched = None if watch is None else _watched(watch(reads, settings), reads, inputs)
+            pieces = _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:
         torch.set_autocast_cache_enabled(cached)
+    # The function ran once more since its code's values were noted.
+    if watched is not None and not watched.holds():
+        raise Refused(f"a call of it changes {watched.differs}")
+    pieces.watched = watched
+    return pieces
+
+
+def _watched(watched: Watched, reads: Reads | None, inputs: Sequence[torch.Tensor]) -> Watched:
+    """Returns the watch of a function, unless its code does what a replay would not do, or cannot be compared."""
+    if watched.reason is not None:
+        raise Refused(watched.reason)
+    given = {t.untyped_storage()._cdata for t in inputs}
+    for path, tensor in watched.tensors.items():
+        if tensor.untyped_storage()._cdata in given:
+            raise Refused(f"a call of it keeps its input as {path}")
+    for each in () if reads is None else reads.changed.values():
+        if watched.reaches(each):
+            raise Refused(f"a call of it changes a {type(each).__name__} in place")
+    return watched
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -448,11 +474,12 @@ def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
 def _look(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], wanted: list[Any],
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], joined: Sequence[torch.Tensor],
-) -> None:  # fmt: skip
-    """Runs the function with every operator checked. What it starts (libraries, compilers) is started then."""
+) -> Reads:  # fmt: skip
+    """Runs the function with every operator and all of its code checked. What it starts (libraries, compilers) is
+    started then. Returns the code that ran."""
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
-    with recorder.recording(watch, look=True), _set(recording):
+    with recorder.recording(watch, look=True), _set(recording), Reads(lambda: watch.target is None) as reads:
         watch.target = Nothing()
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]
@@ -464,6 +491,7 @@ def _look(
             watch.knows(given)
             torch.autograd.grad(differ, wanted, given, allow_unused=True)
         watch.target = None
+    return reads
 
 
 @contextlib.contextmanager

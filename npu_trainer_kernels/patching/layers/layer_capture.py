@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import device
-from ...capture import Refused, capture, recorder_for, recording_now
+from ...capture import Reads, Refused, Watched, capture, recorder_for, recording_now
 from ...support.errors import one_line
 from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
@@ -543,12 +543,16 @@ class LayerCapture:
             outputs.append(put)
             return tuple(results)
 
-        sites = self._sites()
+        def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
+            states.append(LayerState(layer, moves, reads=reads, settings=settings))
+            return states[-1].values
+
+        sites, states = self._sites(), [found.state]
         counts = [(site, site.ran, site.declined.copy()) for site in sites]
         try:
             found.pieces = capture(
                 function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
-                mode.recorder, joined=joined, keeps=mode.keeps,
+                mode.recorder, joined=joined, keeps=mode.keeps, watch=watch,
             )  # fmt: skip
         except Refused as error:
             if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
@@ -567,6 +571,7 @@ class LayerCapture:
         if not found.state.holds():
             found.pieces, found.reason = None, "a call of it changes its modules or parameters"
             return
+        found.state = states[-1]
         if moves:
             found.pieces.prepare = functools.partial(slots.load, layer, parameters)
         found.inputs, found.output = inputs, outputs[-1]

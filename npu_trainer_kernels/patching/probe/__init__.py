@@ -9,7 +9,7 @@
 
 from .agreement import MODES, agree, repeatable
 from .miniature import VOCABULARY, miniature, miniature_around, small_config
-from .settings import Settings, changed, settings_of, unseen
+from .settings import Settings, changed, functions_of, settings_of, unseen
 from .source import beyond_one_run, called_on_self, plain_forward, rewritten, self_attribute, source_of
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "beyond_one_run",
     "called_on_self",
     "changed",
+    "functions_of",
     "miniature",
     "miniature_around",
     "plain_forward",

@@ -24,7 +24,7 @@ from torch import nn
 from ..classes import original_class
 from .source import beyond_one_run
 
-__all__ = ["Settings", "changed", "settings_of", "unseen"]
+__all__ = ["Settings", "changed", "functions_of", "settings_of", "unseen"]
 
 Settings = tuple[tuple[Callable[..., Any] | None, str, tuple[str, ...], Any], ...]
 """For each value: the lookup of the first name (`get(name, default)`; None: on the instance), this name, the names of
@@ -56,6 +56,11 @@ def unseen(module: nn.Module, method: str = "forward", known: str | None = None)
             return f"its code reads {'.'.join((name, *rest))}, which can be written to in place"
     functions = _read(original_class(module), {**module._buffers, **vars(module)}, method)[1]
     return next(filter(None, map(beyond_one_run, functions)), None)
+
+
+def functions_of(module: nn.Module, method: str = "forward") -> list[types.FunctionType]:
+    """Returns the functions by whose code a method was recognised: its own, and those that it calls."""
+    return _read(original_class(module), {**module._buffers, **vars(module)}, method)[1]
 
 
 def changed(module: nn.Module, settings: Settings) -> str | None:
