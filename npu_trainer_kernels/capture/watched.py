@@ -294,6 +294,8 @@ class Watched:
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self.tensors[path] = value
+        elif isinstance(value, dict) and "__builtins__" in value:  # the globals of a Python module
+            self._namespace(value, path, grows=True)
         elif isinstance(value, _MAPPINGS) or isinstance(value, _SEQUENCES) or isinstance(value, set | frozenset):
             self._container(value, path, said)
         elif isinstance(value, types.ModuleType):

@@ -37,7 +37,7 @@ from ..ops.rope import rotation
 from ..patching.body import PackedMask, Packing, Unserved, make_mask
 from ..patching.modules import CACHED_ROTATION, CachedRotation, cached_rotation, rotation_call
 
-__all__ = ["Decoding", "Places", "RolloutCache", "places_for", "states_of"]
+__all__ = ["Decoding", "Places", "RolloutCache", "cached_rotations", "places_for", "states_of"]
 
 _NAME = "npu_kernels_decode"
 
@@ -149,6 +149,12 @@ class Places:
         self.rows = [uploaded(np.asarray(rows), device) for _, rows in prompts]
         row, place, source = (np.concatenate(each) for each in zip(*parts, strict=True))
         self.row, self.place, self.source = (uploaded(each, device) for each in (row, place, source))
+
+
+def cached_rotations(model: nn.Module, norms: dict[Any, Any]) -> list[tuple[nn.Module, CachedRotation]]:
+    """Returns the attentions of a model whose forward allows `RolloutCache.rotating`. `norms` is a cache of the forms of
+    norms."""
+    return [(module, each) for module in model.modules() if (each := cached_rotation(module, norms)) is not None]
 
 
 def _on_this_thread(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,18 +276,16 @@ class RolloutCache(Cache):
         return keys.dtype is (compute_dtype(q) if autocasts(q) else rotated)
 
     @contextlib.contextmanager
-    def rotating(self, model: nn.Module, norms: dict[Any, Any]) -> Iterator[None]:
-        """Inside the `with` block the attentions of a model whose forward allows it call `rotate_and_update`, which is
-        one launch, for their norms, rotation and update of the cache; on other threads they run their own forward.
-        `norms` is a cache of the forms of norms."""
-        found = [(module, each) for module in model.modules() if (each := cached_rotation(module, norms)) is not None]
-        for module, attention in found:
+    def rotating(self, rotations: list[tuple[nn.Module, CachedRotation]]) -> Iterator[None]:
+        """Inside the `with` block attentions call `rotate_and_update`, which is one launch, for their norms, rotation
+        and update of the cache; on other threads they run their own forward. `rotations`: see `cached_rotations`."""
+        for module, attention in rotations:
             vars(module)["forward"] = types.MethodType(_on_this_thread(attention.forward), module)
             vars(module)[CACHED_ROTATION] = functools.partial(self.rotate_and_update, attention)
         try:
             yield
         finally:
-            for module, _ in found:
+            for module, _ in rotations:
                 # A rollout of another model that has this attention, too, may have taken them away.
                 vars(module).pop("forward", None)
                 vars(module).pop(CACHED_ROTATION, None)

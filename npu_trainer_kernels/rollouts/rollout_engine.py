@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from .. import device
-from ..capture import Refused
+from ..capture import Reads, Refused
 from ..ops.attention import Segments, uploaded
 from ..patching.body import Packing, Unserved, attend_by_segments, packed_row, packing_for
 from ..patching.patch import PLAIN, PROBE_ERRORS
@@ -75,6 +75,8 @@ class Known:
         tried: the kinds of rollouts that were compared with the model's own forward.
         masked: whether the model's own code attends.
         unserved: why it has to.
+        reads: the code that has run in its step; None: not seen yet.
+        read: the signature of the model's state with the values that this code reads.
         refused: why no rollout is made in this state; None: it may be.
         failures: errors that may have been the moment's, by their reason.
     """
@@ -87,6 +89,8 @@ class Known:
     tried: set[Any] = field(default_factory=set)
     masked: bool = False
     unserved: str | None = None
+    reads: Reads | None = None
+    read: int = 0
     refused: str | None = None
     failures: Counter[str] = field(default_factory=Counter)
 
@@ -103,7 +107,7 @@ class Known:
 
     def attends_itself(self, error: BaseException) -> None:
         """Notes that a packed row has failed, so that the model's own code is to attend. All else is found out anew."""
-        self.uses, self.norms, self.steps, self.paces, self.tried = None, {}, {}, {}, set()
+        self.uses, self.norms, self.steps, self.paces, self.tried, self.reads = None, {}, {}, {}, set(), None
         self.masked, self.unserved = True, str(error) if isinstance(error, Unserved) else None
 
 
@@ -240,7 +244,8 @@ class Engine:
         """Looks at the model's state; returns why no rollout is made in it, or None."""
         self._moves = moves
         where = next(model.parameters()).device
-        if self._state is None or self._around != _surroundings(where) or not self._state.holds(model):
+        states = [self._state, *(step.state for step in (self._step, *self._fewer.values()) if step is not None)]
+        if self._around != _surroundings(where) or not all(s is not None and s.holds(model) for s in states):
             self._look_at(model, where)
         return None if self._known.refused is None else self._known.refused + _of_weights(model)
 
@@ -249,7 +254,11 @@ class Engine:
         self.forget()
         self._state, self._around = ModelState(model, self._moves), _surroundings(where)
         signature = hash((self._state.signature(), self._around))
-        self._known = self._states.pop(signature, None) or Known()
+        known = self._states.pop(signature, None)
+        if known is not None and known.reads is not None:
+            # The same modules; their code may read something else.
+            known = known if ModelState(model, self._moves, known.reads).signature() == known.read else None
+        self._known = known or Known()
         self._states[signature] = self._known
         while len(self._states) > _STATES:
             del self._states[next(iter(self._states))]
@@ -338,9 +347,11 @@ class Engine:
         kind = self._step_key, len(state.alive), length, rollout.most
         changed = known.steps.pop(kind, None)
         step = Step(
-            model, cache, state, rollout.sampling, decoding, self._copies, length, changed=changed, norms=known.norms
-        )
+            model, cache, state, rollout.sampling, decoding, self._copies, length, changed=changed, norms=known.norms,
+            moves=self._moves, reads=known.reads,
+        )  # fmt: skip
         known.steps[kind] = step.changed
+        known.reads, known.read = step.reads, step.state.signature()
         seconds = time.perf_counter() - begun
         if changed is not None:
             known.capturing = seconds
