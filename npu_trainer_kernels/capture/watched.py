@@ -198,9 +198,9 @@ class Watched:
         """Returns a number. Two states of the same modules have the same number if nothing has changed between them.
         The number keeps no object alive."""
         looked = tuple(
-            (id(owner), key if isinstance(key, SIMPLE) else id(key), repr(v) if isinstance(v, SIMPLE) else id(v))
-            for each in (self._items, self._attributes)
-            for owner, key, v in zip(each.owners, each.keys, each.values, strict=True)
+            (path, key if isinstance(key, SIMPLE) else id(key), repr(v) if isinstance(v, SIMPLE) else id(v))
+            for each in (self._items, self._attributes)  # what `vars` returns of a class is a new object each time
+            for path, key, v in zip(each.paths, each.keys, each.values, strict=True)
         )
         return hash((looked, tuple(self._lengths), self._settings))
 

@@ -6,7 +6,7 @@ and buffers, and draw.
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from .. import device
 from .probe import repeatable
 
-__all__ = ["kept_state"]
+__all__ = ["kept_state", "remembered"]
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -25,12 +25,20 @@ def kept_state(model: nn.Module) -> Iterator[None]:
     """After the `with` block every module of a model has the attributes, the entries of its lists and dictionaries, and
     the numbers in its buffers and other tensors that it had before; random states are what they were, on all devices.
     """
-    kept = [(own := vars(module), dict(own), _contents(own)) for module in model.modules()]
-    tensors = [(t, t._version, t.clone()) for own, _, _ in kept for t in _tensors(own)]
+    put_back = remembered(model)
     try:
         with _all_generators():
             yield
     finally:
+        put_back()
+
+
+def remembered(model: nn.Module) -> Callable[[], None]:
+    """Returns a function that gives every module of a model the attributes, entries and numbers that it has now."""
+    kept = [(own := vars(module), dict(own), _contents(own)) for module in model.modules()]
+    tensors = [(t, t._version, t.clone()) for own, _, _ in kept for t in _tensors(own)]
+
+    def put_back() -> None:
         for own, attributes, contents in kept:
             if own.keys() != attributes.keys() or any(own[name] is not value for name, value in attributes.items()):
                 own.clear()
@@ -41,6 +49,8 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             for tensor, version, copied in tensors:
                 if tensor._version != version:
                     tensor.copy_(copied)
+
+    return put_back
 
 
 def _contents(own: dict[str, Any]) -> list[tuple[Any, Any]]:

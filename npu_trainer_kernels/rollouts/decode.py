@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,19 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import Pieces, Reads, Watched, capture, parts_of, recorder_for
+from ..capture import Pieces, Reads, Watched, capture, recorder_for
 from ..patching.body import packed_row
-from ..patching.classes import is_patched_class
-from ..patching.layers import LayerState
-from ..patching.patch import PLAIN
-from ..patching.probe import functions_of
 from .masked import MaskedDecoding, masks_of_rows
+from .model_state import ModelState
 from .on_device import OnDevice
 from .rollout_cache import Decoding, RolloutCache, cached_rotations
 from .sampling import Sampling
 from .weights import Weights
 
-__all__ = ["ModelState", "Rows", "Step", "arguments_of", "cache_name", "logits_of", "of_own_code"]
+__all__ = ["Rows", "Step", "arguments_of", "cache_name", "logits_of", "of_own_code"]
 
 
 @dataclass
@@ -160,64 +156,6 @@ def logits_of(out: Any) -> torch.Tensor:
     return logits
 
 
-class ModelState:
-    """What decides how a model's code runs (`LayerState`), as it was when a step was captured.
-
-    Args:
-        model: the causal model.
-        moves: whether its parameters are at other addresses in each rollout, which is then no change.
-        reads: the code of a step that ran; None: only modules, configurations and addresses are compared.
-        settings: PyTorch's settings at the capture; None: as they are now.
-    """
-
-    def __init__(
-        self, model: nn.Module, moves: bool, reads: Reads | None = None, settings: tuple[Any, ...] | None = None
-    ) -> None:
-        self._kind, self._children = type(model), list(model.children())
-        self._parts = [LayerState(part, moves, tables=False) for part in self._children]
-        own = (*model._parameters.values(), *model._buffers.values())
-        # Of a class that is not torch's own the numbers are elsewhere.
-        quantised = (p for p in model.parameters() if type(p) not in PLAIN)
-        self._places = [(t, _places(t)) for t in (*(() if moves else own), *quantised) if t is not None]
-        self.read: Watched | None = None
-        if reads is not None:
-            for module in model.modules():
-                if is_patched_class(type(module)):
-                    # An op may compute in the place of the module's own code, by which it was recognised.
-                    for function in functions_of(module):
-                        reads.adds(function)
-            self.read = Watched(model.modules(), reads, functools.partial(_unread, model, reads.names), settings)
-
-    def holds(self, model: nn.Module) -> bool:
-        """Whether the model is still in this state."""
-        return (
-            type(model) is self._kind and list(map(id, model.children())) == list(map(id, self._children))
-            and all(_places(t) == at for t, at in self._places) and all(part.holds() for part in self._parts)
-            and (self.read is None or self.read.holds())
-        )  # fmt: skip
-
-    def signature(self) -> int:
-        """Returns a number that another state of the same model has if nothing has changed in between."""
-        code = None if self.read is None else self.read.signature()
-        places = tuple((id(t), *at) for t, at in self._places)
-        return hash((id(self._kind), places, code, *(part.signature() for part in self._parts)))
-
-
-def _places(tensor: torch.Tensor) -> list[int]:
-    """Returns the addresses of the tensors that a tensor is made of."""
-    parts = list(parts_of(tensor))
-    return [part.data_ptr() for part in (parts[1:] or parts)]
-
-
-def _unread(model: nn.Module, said: frozenset[str], module: nn.Module) -> list[str]:
-    """Returns the attributes of a module that do not count: hooks, which are asked about at each call, and those of the
-    causal model that its code does not name."""
-    return [
-        name for name in vars(module)
-        if "_hooks" in name or name == "_gradient_checkpointing_func" or (module is model and name not in said)
-    ]  # fmt: skip
-
-
 class Step:
     """A captured decode step.
 
@@ -233,12 +171,11 @@ class Step:
             again: whether `OnDevice` has changed any of its calls; None: there was none.
         norms: a cache of the forms of norms.
         moves: whether the model's parameters are at other addresses in each rollout.
-        reads: the code that has run in a step that was looked at, if this one is not.
+        known: the model's state with what a step like it has read, if this one is not looked at.
 
     Attributes:
         changed: whether `OnDevice` has changed any call of this one.
-        reads: the code that has run.
-        state: the model's state, with all values that this code reads.
+        state: the model's state, with all values that the code of the step reads.
 
     Raises:
         Refused, Unserved: the step cannot be captured.
@@ -247,7 +184,7 @@ class Step:
     def __init__(
         self, model: Any, cache: RolloutCache, rows: Rows, sampling: Sampling, decoding: Decoding,
         copies: Weights, length: int, *, changed: bool | None = None, norms: dict[Any, Any],
-        moves: bool = False, reads: Reads | None = None,
+        moves: bool = False, known: ModelState | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.rows, self.sampling, self.length = cache, rows, sampling, length
         names, on_device = arguments_of(model), OnDevice(decoding.masked_places())
@@ -277,10 +214,8 @@ class Step:
         rotations = cached_rotations(model, norms)
 
         def watch(seen: Reads | None, settings: tuple[Any, ...]) -> Watched:
-            self.reads = reads if seen is None else seen
-            self.state = ModelState(model, moves, self.reads or Reads(), settings)
-            assert self.state.read is not None
-            return self.state.read
+            self.state = ModelState(model, moves, seen, settings) if seen is not None or known is None else known
+            return self.state.values
 
         with torch.no_grad(), cache.at(decoding):
             self._pieces: Pieces = capture(

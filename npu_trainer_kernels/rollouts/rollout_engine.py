@@ -35,13 +35,16 @@ from .. import device
 from ..capture import Reads, Refused
 from ..ops.attention import Segments, uploaded
 from ..patching.body import Packing, Unserved, attend_by_segments, packed_row, packing_for
+from ..patching.kept_state import remembered
 from ..patching.patch import PLAIN, PROBE_ERRORS
+from ..patching.probe import trace_of_all
 from ..patching.undo import Undo
 from ..support.errors import one_line
-from .decode import ModelState, Rows, Step, arguments_of, cache_name, logits_of, of_own_code
+from .decode import Rows, Step, arguments_of, cache_name, logits_of, of_own_code
 from .generators import Generators
 from .logits_trial import Differs
 from .masked import MaskedDecoding
+from .model_state import ModelState
 from .rollout_cache import Decoding, RolloutCache, places_for
 from .turns import Rollout, Turns
 from .weights import Weights, WeightUses
@@ -61,6 +64,10 @@ _STATES = 4
 """Of so many states of a model (modes, adapters) it is remembered what was found out."""
 
 
+class _Draws(Refused):
+    """A generator of the host has another state after a forward; another thread may have drawn from it."""
+
+
 @dataclass
 class Known:
     """What is known of a model in one state, so that the next rollout in this state need not find it out again.
@@ -76,7 +83,7 @@ class Known:
         masked: whether the model's own code attends.
         unserved: why it has to.
         reads: the code that has run in its step; None: not seen yet.
-        read: the signature of the model's state with the values that this code reads.
+        signature: a number for the model's state, with the values that this code reads.
         refused: why no rollout is made in this state; None: it may be.
         failures: errors that may have been the moment's, by their reason.
     """
@@ -90,14 +97,14 @@ class Known:
     masked: bool = False
     unserved: str | None = None
     reads: Reads | None = None
-    read: int = 0
+    signature: int = 0
     refused: str | None = None
     failures: Counter[str] = field(default_factory=Counter)
 
     def fails(self, error: BaseException) -> str:
         """Notes that a rollout has failed; returns why."""
         reason = _reason(error)
-        if isinstance(error, Unserved | Refused):
+        if isinstance(error, Unserved | Refused) and not isinstance(error, _Draws):
             self.refused = reason if self.unserved is None or isinstance(error, Differs) else self.unserved
             return self.refused
         self.failures[reason] += 1
@@ -131,7 +138,7 @@ class Engine:
         self._step_key: Any = None
         self._state: ModelState | None = None  # the model's when the step was captured, or is to be
         self._around: Any = None  # the surroundings at that time
-        self._states: dict[int, Known] = {}  # by signature, the latest last
+        self._states: list[Known] = []  # the latest last
         self._known = Known()
         self._copies = Weights()
         self._moves = False  # whether the weights are at other addresses in each rollout
@@ -214,26 +221,29 @@ class Engine:
         where = next(model.parameters()).device
         if (reason := self.why_refused(model, moves)) is not None:
             raise Refused(reason)
-        generators = Generators(where)
+        self._prepare(model, where)
+        generators, put_back = Generators(where), remembered(model)
         while True:
             try:
                 with torch.no_grad():
                     found = self._run(model, rollout, where)
                 break
             except (Unserved, Refused, *PROBE_ERRORS) as error:
-                generators.set_back()
                 self._known.tried.clear()  # the comparison may not have come to its end
                 self.forget()
+                put_back()
+                generators.set_back()
                 if device.is_out_of_memory(error):  # a shorter rollout may fit
                     raise Refused("its caches do not fit into the device's memory") from error
                 if isinstance(error, Refused) or self._known.masked:
                     raise Refused(self._known.fails(error) + _of_weights(model)) from error
                 # Its own code may attend with a mask of each row, if it takes no packed one.
                 self._known.attends_itself(error)
-                self._look_at(model, where)
+                self._prepare(model, where)
             except BaseException:  # somebody stops it (Ctrl-C, a timeout): the next rollout begins anew
                 self._known.tried.clear()
                 self.forget()
+                put_back()
                 raise
         self.seconds += time.perf_counter() - begun
         self.rollouts += 1
@@ -252,16 +262,28 @@ class Engine:
     def _look_at(self, model: Any, where: torch.device) -> None:
         """Takes the model as it is now."""
         self.forget()
-        self._state, self._around = ModelState(model, self._moves), _surroundings(where)
-        signature = hash((self._state.signature(), self._around))
-        known = self._states.pop(signature, None)
-        if known is not None and known.reads is not None:
-            # The same modules; their code may read something else.
-            known = known if ModelState(model, self._moves, known.reads).signature() == known.read else None
-        self._known = known or Known()
-        self._states[signature] = self._known
-        while len(self._states) > _STATES:
-            del self._states[next(iter(self._states))]
+        self._around = _surroundings(where)
+        for known in reversed(self._states):
+            state = ModelState(model, self._moves, known.reads)
+            if hash((state.signature(), self._around)) == known.signature:
+                self._states.remove(known)
+                break
+        else:
+            state, known = ModelState(model, self._moves), Known()
+            known.signature = hash((state.signature(), self._around))
+            known.refused = trace_of_all(model)
+        self._state, self._known = state, known
+        self._states = [*self._states, known][-_STATES:]
+
+    def _prepare(self, model: Any, where: torch.device) -> None:
+        """Lets the model attend by segments, unless its own code attends."""
+        changes = len(self._undo)
+        if not self._known.masked:
+            attend_by_segments(model, "", self._undo)
+        if self._state is None or len(self._undo) != changes:
+            masked, unserved = self._known.masked, self._known.unserved
+            self._look_at(model, where)
+            self._known.masked, self._known.unserved = masked, unserved
 
     def _give_back(self) -> None:
         """Keeps the step only if that is asked for, and memory has room for it."""
@@ -277,11 +299,6 @@ class Engine:
             if not (fits and self._step_key == _key(rollout, where)):
                 self._look_at(model, where)
         if self._step is None:
-            if not self._known.masked:
-                changes = len(self._undo)
-                attend_by_segments(model, "", self._undo)
-                if len(self._undo) != changes:
-                    self._look_at(model, where)
             if self._known.uses is not None:
                 self._copies.make(model, self._known.uses, free_bytes(where, 4))
         else:
@@ -311,9 +328,12 @@ class Engine:
             given = of_own_code(given, torch.ones_like(given["input_ids"]), names)
         row = contextlib.nullcontext() if packing is None else packed_row(packing)
         looking = None if self._copies.uses is not None else self._copies.looking(model)
+        generators = Generators(where)
         with row, self._copies.on(), looking or contextlib.nullcontext():
             out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
         if looking is not None:
+            if (drawn_from := generators.drawn_from()) is not None:
+                raise _Draws(f"its code draws from {drawn_from} generator of random numbers")
             self._known.uses = self._copies.uses
             assert self._known.uses is not None
             self._copies.make(model, self._known.uses, free_bytes(where, 4))
@@ -348,10 +368,11 @@ class Engine:
         changed = known.steps.pop(kind, None)
         step = Step(
             model, cache, state, rollout.sampling, decoding, self._copies, length, changed=changed, norms=known.norms,
-            moves=self._moves, reads=known.reads,
+            moves=self._moves, known=None if known.reads is None else self._state,
         )  # fmt: skip
         known.steps[kind] = step.changed
-        known.reads, known.read = step.reads, step.state.signature()
+        known.reads = step.state.reads
+        known.signature = hash((step.state.signature(), self._around))
         seconds = time.perf_counter() - begun
         if changed is not None:
             known.capturing = seconds
