@@ -2,7 +2,7 @@
 
 1. `agreement.py`: whether two functions have the same values and gradients.
 2. `source.py`: the source of the code that runs, the parts of it that no small probe covers, and functions made from it
-   with one expression exchanged.
+   with one expression exchanged; `wrappers.py`: the decorators around such a function.
 3. `settings.py`: the numbers, names and functions that a module's code reads, and whether they have changed since.
 4. `miniature.py`: a tiny model of a class, from the configuration of a large one.
 5. `traces.py`: whether a run of code may leave a trace, so that it must not be run to find anything out.
@@ -11,7 +11,7 @@
 from .agreement import MODES, agree, repeatable
 from .miniature import VOCABULARY, miniature, miniature_around, small_config
 from .settings import Settings, changed, functions_of, settings_of, unseen
-from .source import beyond_one_run, called_on_self, plain_forward, rewritten, self_attribute, source_of
+from .source import beyond_one_run, called_on_self, plain_forward, rewritten_forward, self_attribute, source_of
 from .traces import trace_of, trace_of_all, trace_of_class, trace_of_function, traces_within
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "miniature_around",
     "plain_forward",
     "repeatable",
-    "rewritten",
+    "rewritten_forward",
     "self_attribute",
     "settings_of",
     "small_config",
