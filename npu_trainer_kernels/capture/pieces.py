@@ -479,7 +479,7 @@ def _look(
     started then. Returns the code that ran."""
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
-    with recorder.recording(watch, look=True), _set(recording), Reads(lambda: watch.target is None) as reads:
+    with Reads(lambda: watch.target is None) as reads, recorder.recording(watch, look=True), _set(recording):
         watch.target = Nothing()
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]

@@ -202,11 +202,25 @@ def _is_flag(called: Any, owner: Any) -> bool:
     return ours and called.__name__.lstrip("_").startswith(("get_", "is_", "are_"))
 
 
+def _once(of: Callable[[types.CodeType], Any]) -> Callable[[types.CodeType], Any]:
+    """Keeps the results of a function of code, by identity: the hash of code takes its length."""
+    known: dict[int, tuple[types.CodeType, Any]] = {}
+
+    def asked(code: types.CodeType) -> Any:
+        if id(code) not in known:
+            known[id(code)] = code, of(code)
+        return known[id(code)][1]
+
+    return asked
+
+
+@_once
 def _names(code: types.CodeType) -> set[str]:
     """Returns the names that code says, and the strings that it may use as names of attributes or keys."""
     return {*code.co_names, *(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())}
 
 
+@_once
 def _stored(code: types.CodeType) -> str | None:
     """Returns a name outside of a function that the function sets, or None."""
     for each in dis.get_instructions(code):

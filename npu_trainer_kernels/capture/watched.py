@@ -16,6 +16,7 @@ import enum
 import fractions
 import functools
 import gc
+import itertools
 import logging
 import operator
 import os
@@ -46,6 +47,7 @@ _CONSTANT = (
     datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, uuid.UUID,
     type(os.environ),
 )  # fmt: skip
+_OPERATORS = types.BuiltinFunctionType | types.BuiltinMethodType | torch.dtype
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _MAPPINGS = (dict, UserDict, types.MappingProxyType)
 _SEQUENCES = (list, tuple, deque, UserList)
@@ -54,11 +56,10 @@ _MOST_ENTRIES = 4096
 _LARGEST_ARRAY = 4096
 _CACHED: Any = type(functools.cache(len))
 _ABSENT: Any = object()
-_NOT_READ = frozenset((
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-    "_non_persistent_buffers_set", "_parameters", "_buffers",
-))  # fmt: skip
-"""Attributes of modules that no forward reads, and those with tensors, whose addresses others compare."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NOT_READ = frozenset((*vars(nn.Module()), "_is_hf_initialized")) - {"training"}
+"""Attributes of every module: hooks are compared by `_HOOKS`, children by `_modules`, and tensors with their addresses by
+others."""
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -75,7 +76,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 class _Looked:
-    """Lookups of the same kind: `get(owner, key)` gave `value`."""
+    """Lookups of one kind, `get(owner, key)`, with what they gave."""
 
     def __init__(self, get: Callable[[Any, Any], Any]) -> None:
         self.get = get
@@ -88,13 +89,12 @@ class _Looked:
     def add(self, owner: Any, key: Any, path: str) -> Any:
         value = self.get(owner, key)
         place = id(owner), key if isinstance(key, SIMPLE) else id(key)
-        if place in self._known:
-            return value
-        self._known.add(place)
-        self.owners.append(owner)
-        self.keys.append(key)
-        self.values.append(value)
-        self.paths.append(path)
+        if place not in self._known:
+            self._known.add(place)
+            self.owners.append(owner)
+            self.keys.append(key)
+            self.values.append(value)
+            self.paths.append(path)
         return value
 
     def same(self) -> bool:
@@ -106,7 +106,7 @@ class _Looked:
             try:
                 now = self.get(owner, key)
             except (LookupError, AttributeError, ValueError):
-                now = _ABSENT
+                return self.paths[i]
             if not _is_equal(now, value):
                 return self.paths[i]
             self.values[i] = now
@@ -143,10 +143,14 @@ class Watched:
             self._follow_roots()
             while self._open:
                 self._follow(*self._open.pop())
+        self._hooked = list(map(len, map(operator.getitem, *self._hooks)))
 
     def _begin(self) -> None:
         reads = self._reads
         self._items, self._attributes = _Looked(operator.getitem), _Looked(getattr)
+        self._objects: list[Any] = []
+        self._kinds: list[Any] = []
+        self._hooks: tuple[list[Any], list[str]] = [], []
         self._sized: list[Any] = []
         self._lengths: list[int] = []
         self._spaces: list[tuple[str, frozenset[str] | None]] = []  # the names that a `__dict__` did not have
@@ -160,6 +164,12 @@ class Watched:
         self._names = frozenset() if reads is None else reads.names
         self._any = reads is not None and reads.any_name
 
+    def has_entries(self, space: dict[str, Any]) -> None:
+        """Compares all entries of a dict, too, but does not follow them."""
+        self._size(space, None, "the parameters or buffers of a module")
+        for name in space:
+            self._items.add(space, name, name)
+
     # -- comparison --------------------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
@@ -167,6 +177,8 @@ class Watched:
         try:
             if (
                 self._items.same() and self._attributes.same() and list(map(len, self._sized)) == self._lengths
+                and list(map(type, self._objects)) == self._kinds
+                and list(map(len, map(operator.getitem, *self._hooks))) == self._hooked
                 and self._settings == torch_settings() and self._changed_content() is None
             ):  # fmt: skip
                 return True
@@ -181,6 +193,10 @@ class Watched:
         found = self._changed_content() or self._items.differs() or self._attributes.differs()
         if found is not None:
             return found
+        if list(map(type, self._objects)) != self._kinds:
+            return "the class of an object"
+        if list(map(len, map(operator.getitem, *self._hooks))) != self._hooked:
+            return "the hooks of a module"
         for i, (each, length, (path, absent)) in enumerate(zip(self._sized, self._lengths, self._spaces, strict=True)):
             if len(each) != length:
                 if absent is None or not absent.isdisjoint(each):
@@ -202,7 +218,7 @@ class Watched:
             for each in (self._items, self._attributes)  # what `vars` returns of a class is a new object each time
             for path, key, v in zip(each.paths, each.keys, each.values, strict=True)
         )
-        return hash((looked, tuple(self._lengths), self._settings))
+        return hash((looked, tuple(map(id, self._kinds)), tuple(self._lengths), tuple(self._hooked), self._settings))
 
     def reaches(self, each: Any) -> bool:
         """Whether an object is one of those that are compared."""
@@ -258,12 +274,24 @@ class Watched:
         self._seen[id(each)] = each
         without = {*_NOT_READ, *ignored} if isinstance(each, nn.Module) else {*ignored}
         kind = type(each).__name__
-        self._attributes.add(each, "__class__", f"the class of a {kind}")
+        self._typed(each)
         for name in own:
             if name not in without:
                 self._look(self._items, own, name, f"{kind}.{name}", self._is_read(name, own[name]), followed=True)
         self._size(own, None, f"the attributes of a {kind}")
+        if isinstance(each, nn.Module):
+            self._of_hooks(each, kind, ignored)
+            self._container(each._modules, kind, False)
         self._of_class(type(each), kind)
+
+    def _of_hooks(self, module: nn.Module, path: str, ignored: Iterable[str] = ()) -> None:
+        own = module.__dict__
+        for name in _HOOKS:
+            if name not in ignored:
+                self._hooks[0].append(own)
+                self._hooks[1].append(name)
+                if own[name]:
+                    self._container(own[name], f"{path}.{name}", False)
 
     def _is_read(self, name: str, value: Any) -> bool:
         """Whether code may read a value by its name. A computed name may be any, but few are those of locks."""
@@ -275,6 +303,10 @@ class Watched:
         value = looked.add(owner, key, path)
         if said or followed:
             self._open.append((value, path, said))
+
+    def _typed(self, value: Any) -> None:
+        self._objects.append(value)
+        self._kinds.append(type(value))
 
     def _size(self, owner: Any, absent: frozenset[str] | None, path: str) -> None:
         self._sized.append(owner)
@@ -342,15 +374,17 @@ class Watched:
         if self._any and not grows:
             found = [name for name in space if not (name.startswith("__") and name.endswith("__"))]
         else:
-            found = [name for name in self._names if name in space]
+            found = [name for name in self._names if name in space and not name.startswith("__")]
         for name in found:
-            self._look(self._items, space, name, f"{path}.{name}", self._is_read(name, space[name]), followed=True)
+            # Operators themselves are assumed not to change.
+            if not (grows and isinstance(space[name], _OPERATORS)):
+                self._look(self._items, space, name, f"{path}.{name}", self._is_read(name, space[name]), followed=True)
         if not grows:
             self._size(space, self._names.difference(space), path)
 
     def _module(self, module: nn.Module, path: str) -> None:
         """Follows a module that is none of `modules`: it is called by its own name, or reached in an object."""
-        self._attributes.add(module, "__class__", f"the class of {path}")
+        self._typed(module)
         own = module.__dict__
         for name in own:
             if name not in _NOT_READ:
@@ -359,9 +393,7 @@ class Watched:
         for tensors in (module._parameters, module._buffers):
             for name in tensors:
                 self._look(self._items, tensors, name, f"{path}.{name}")
-        for name, hooks in own.items():
-            if name.endswith("hooks") and isinstance(hooks, dict) and name not in _NOT_READ:
-                self._container(hooks, f"{path}.{name}", False)
+        self._of_hooks(module, path)
         children = module._modules
         ours = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
         for name in children:
@@ -385,7 +417,7 @@ class Watched:
 
     def _instance(self, value: Any, path: str) -> None:
         kind = type(value)
-        self._attributes.add(value, "__class__", f"the class of {path}")
+        self._typed(value)
         own = getattr(value, "__dict__", None)
         if own is not None:
             self._namespace(own, path)
@@ -435,12 +467,17 @@ class Watched:
             self._open += [(each, path, True) for each in _functions(value)]
         elif self._ran(value):
             self._found.add(id(value.__code__))
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            cells = [(name, cell) for name, cell in cells if cell != _EMPTY and name != "__class__"]
+            if is_foreign(value.__globals__.get("__name__")):  # a decorator's, around what runs
+                self._open += [(cell.cell_contents, path, False) for _, cell in cells]
+                return
             for name in ("__code__", "__defaults__", "__kwdefaults__"):
-                self._look(self._attributes, value, name, f"{path}.{name}")
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                if cell != _EMPTY:
-                    self._look(self._attributes, cell, "cell_contents", f"{path}'s {name}")
-            if not is_foreign(value.__module__):
+                if getattr(value, name) is not None:
+                    self._look(self._attributes, value, name, f"{path}.{name}")
+            for name, cell in cells:
+                self._look(self._attributes, cell, "cell_contents", f"{path}'s {name}")
+            if value.__dict__:
                 self._namespace(value.__dict__, path)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,29 +56,29 @@ class LayerState:
             return _ELSEWHERE if tables or not isinstance(module, nn.Embedding) else (*_ELSEWHERE, *_HOOKS_BY_NAME)
 
         self.values = Watched(layer.modules(), reads, ignored, settings)
-        self._places = [
-            (owner, name, t, None if t is None else (moving or t.data_ptr(), t.requires_grad))
-            for module in layer.modules()
-            for owner, moving in ((module._parameters, moves), (module._buffers, False)) for name, t in owner.items()
-        ]  # fmt: skip
-        self._owners = [owner for module in layer.modules() for owner in (module._parameters, module._buffers)]
-        self._counts = list(map(len, self._owners))
+        spaces = [(space, moving) for module in layer.modules()
+                  for space, moving in ((module._parameters, moves), (module._buffers, False))]  # fmt: skip
+        for space, _ in spaces:
+            self.values.has_entries(space)
+        self._tensors = {id(t): t for space, _ in spaces for t in space.values() if t is not None}.values()
+        stay = {id(t): t for space, moving in spaces if not moving for t in space.values() if t is not None}.values()
+        self._known = self._now(stay)
+        self._stay = stay
+
+    def _now(self, stay: Iterable[torch.Tensor]) -> tuple[list[int], list[bool]]:
+        return list(map(torch.Tensor.data_ptr, stay)), list(map(_IS_TRAINED, self._tensors))
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        if not self.values.holds() or list(map(len, self._owners)) != self._counts:
-            return False
-        for owner, name, t, known in self._places:
-            if owner.get(name) is not t:
-                return False
-            if t is not None and (known[0] is True or t.data_ptr(), t.requires_grad) != known:
-                return False
-        return True
+        return self.values.holds() and self._now(self._stay) == self._known
 
     def signature(self) -> int:
         """Returns a number. Two states of a layer have the same number if nothing has changed between them. The number
         keeps no object of the layer alive."""
-        return hash((self.values.signature(), tuple((name, id(t), known) for _, name, t, known in self._places)))
+        return hash((self.values.signature(), *map(tuple, self._known)))
+
+
+_IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 def is_checkpointed(layer: Any) -> bool:
