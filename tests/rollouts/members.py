@@ -192,6 +192,7 @@ GAPS = {
     "no window": Member(_with_gaps, "has gaps"),
     "a window": Member(_with_gaps, "has gaps", family="mistral", options={"sliding_window": 4}),
     "biases by position": Member(_with_gaps, "has gaps", family="bloom"),
+    "chunks": Member(_with_gaps, "has gaps", family="llama4_text"),
 }
 
 
@@ -205,6 +206,8 @@ _ENDS = {"do_sample": True, "top_k": 0, "eos_token_id": 1, "sequence_bias": {(1,
 
 def _draws(model: Any) -> Any:
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     made = [generated(model, seed, 20, count, **_ENDS) for seed, count in enumerate((3, 1, 2))]
     return made, torch.rand(3).tolist(), random.random(), np.random.rand()
 
@@ -366,7 +369,7 @@ PYTHON = {
     "a closure": _closure(),
     "drawn by random": Member(_scaled(lambda module: 1 + random.random(), _nothing), "draws"),
     "drawn by NumPy": Member(_scaled(lambda module: 1 + float(np.random.rand()), _nothing), "draws"),
-    "counted": Member(_scaled(_counted, _nothing), "sets calls"),
+    "counted": Member(_scaled(_counted, _nothing), "_counted"),
     "collected": Member(_scaled(_collected, _nothing), "seen"),
 }
 
