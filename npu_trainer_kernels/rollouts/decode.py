@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..capture import Pieces, Reads, Watched, capture, recorder_for
 from ..patching.body import packed_row

@@ -34,8 +34,8 @@ class ModelState:
         self, model: nn.Module, moves: bool, reads: Reads | None = None, settings: tuple[Any, ...] | None = None
     ) -> None:
         self._kind, self.reads = type(model), reads
-        for module in model.modules() if reads is not None else ():
-            if is_patched_class(type(module)):
+        if reads is not None:
+            for module in filter(lambda each: is_patched_class(type(each)), model.modules()):
                 # An op may compute in the place of the module's own code, by which it was recognised.
                 for function in functions_of(module):
                     reads.adds(function)
@@ -53,7 +53,7 @@ class ModelState:
         """Whether the model is still in this state."""
         if type(model) is not self._kind or any(len(owner) != size for owner, size in self._owners):
             return False
-        if not all(owner.get(name) is t and (at is None or _places(t) == at) for owner, name, t, at in self._tensors):
+        if not all(owner.get(name) is t and _is_at(t, at) for owner, name, t, at in self._tensors):
             return False
         return self.values.holds()
 
@@ -62,6 +62,10 @@ class ModelState:
         no object of the model alive."""
         tensors = tuple((name, id(t), at) for _, name, t, at in self._tensors)
         return hash((id(self._kind), tensors, self.values.signature()))
+
+
+def _is_at(tensor: torch.Tensor | None, places: tuple[int, ...] | None) -> bool:
+    return tensor is None or places is None or _places(tensor) == places
 
 
 def _places(tensor: torch.Tensor) -> tuple[int, ...]:

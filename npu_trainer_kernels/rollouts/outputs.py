@@ -69,7 +69,11 @@ def _fill(model: Any, sequences: torch.Tensor, mask: torch.Tensor | None, cache:
     if mask is not None:
         seen[:, : mask.shape[1]] = mask[:, : ids.shape[1]].to(ids.device) != 0
     positions = (seen.cumsum(-1) - 1).masked_fill(seen == 0, 0)
-    given = {"attention_mask": seen, "position_ids": positions, "cache_position": torch.arange(ids.shape[1]).to(ids)}
+    given: dict[str, Any] = {
+        "attention_mask": seen,
+        "position_ids": positions,
+        "cache_position": torch.arange(ids.shape[1]).to(ids),
+    }
     given.update((name, 1) for name in names if name.endswith("logits_to_keep"))
     given = {name: value for name, value in given.items() if name in names}
     with torch.no_grad():

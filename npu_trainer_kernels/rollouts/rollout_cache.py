@@ -152,8 +152,7 @@ class Places:
 
 
 def cached_rotations(model: nn.Module, norms: dict[Any, Any]) -> list[tuple[nn.Module, CachedRotation]]:
-    """Returns the attentions of a model whose forward allows `RolloutCache.rotating`. `norms` is a cache of the forms of
-    norms."""
+    """Returns the attentions of a model whose forward allows `RolloutCache.rotating`. `norms`: known forms of norms."""
     return [(module, each) for module in model.modules() if (each := cached_rotation(module, norms)) is not None]
 
 

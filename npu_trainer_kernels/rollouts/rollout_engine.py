@@ -110,12 +110,17 @@ class Known:
         self.failures[reason] += 1
         if self.failures[reason] >= _FAILURES:
             self.refused = reason
-        return self.unserved or reason
+        self._begins_anew()
+        return reason
 
     def attends_itself(self, error: BaseException) -> None:
         """Notes that a packed row has failed, so that the model's own code is to attend. All else is found out anew."""
-        self.uses, self.norms, self.steps, self.paces, self.tried, self.reads = None, {}, {}, {}, set(), None
+        self._begins_anew()
         self.masked, self.unserved = True, str(error) if isinstance(error, Unserved) else None
+
+    def _begins_anew(self) -> None:
+        self.uses, self.norms, self.steps, self.paces, self.tried, self.reads = None, {}, {}, {}, set(), None
+        self.masked, self.unserved = False, None
 
 
 class Engine:

@@ -147,7 +147,7 @@ class _Shown(dict[str, Any]):
         return self._copies[name] if here else super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 (it is `get`)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from npu_trainer_kernels.rollouts import rollout_engine
 from tests.models import small_model
 from tests.rollouts import members, test_members
 from tests.rollouts.common import served
@@ -89,6 +88,9 @@ def seen_by_a_user(model, names):
 
 
 def attack(examples):
+    """Returns the number of rollouts that were made."""
+    made = []
+
     @settings(ATTACK, max_examples=examples)
     @given(st.permutations(list(ACTIONS)), st.booleans())
     def run(names, keep):
@@ -97,7 +99,8 @@ def attack(examples):
         found = seen_by_a_user(model, names)
         for name, ours, plain in zip(names, found, expected, strict=True):
             assert ours == plain, (name, names, str(rollouts))
-        assert rollouts.engine.rollouts > 0
+        assert not any(" raises " in reason for reason in rollouts.engine.reasons), str(rollouts)
+        made.append(rollouts.engine.rollouts)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -105,19 +108,11 @@ def attack(examples):
         run()
     finally:
         sys.setswitchinterval(before)
+    return sum(made)
 
 
 def test_a_user_sees_what_generate_does():
-    attack(3)
-
-
-def _stays_refused(patch):
-    own = rollout_engine.Engine.why_refused
-
-    def why_refused(self, model, moves):
-        return own(self, model, moves) if self.reasons.total() == 0 else next(iter(self.reasons))
-
-    patch.setattr(rollout_engine.Engine, "why_refused", why_refused)
+    assert attack(3) > 10
 
 
 @pytest.mark.parametrize("plant", test_members.PLANTED)

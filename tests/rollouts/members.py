@@ -44,14 +44,14 @@ class Member:
     Attributes:
         run: is given a model; returns what its user sees.
         reason: a part of the reason for which `generate` runs at least once; None: every call is a rollout.
-        rollouts: the number of calls that are rollouts.
+        rollouts: the number of calls that are rollouts; None: it depends on the threads.
         family, options: of the model.
         keep: whether steps are kept.
     """
 
     run: Callable[[Any], Any]
     reason: str | None
-    rollouts: int = 0
+    rollouts: int | None = 0
     family: str = "llama"
     options: dict[str, Any] | None = None
     keep: bool = True
@@ -170,7 +170,7 @@ HOOKS = {
     "between rollouts": Member(_between, "has hooked", 2),
     "weight_norm": Member(_normed_by_hook, "WeightNorm"),
     "backward": Member(
-        _hooked(lambda m, h: m.lm_head.register_full_backward_hook(lambda module, grads, out: h(module, grads))), None, 1),
+        _hooked(lambda m, h: m.lm_head.register_full_backward_hook(lambda mod, grads, out: h(mod, grads))), None, 1),
     "a mode of functions": Member(_in_mode(Functions), "a mode of other code sees its operators (Functions)"),
     "a mode of operators": Member(_in_mode(Operators), "a mode of other code sees its operators (Operators)"),
     "prepares each token": Member(_prepares_itself, "its prepare_inputs_for_generation is its own"),
@@ -220,7 +220,12 @@ def _draws_and_declines(model: Any) -> Any:
 
 def _greedy_between(model: Any) -> Any:
     torch.manual_seed(0)
-    return generated(model), torch.rand(1).item(), generated(model, 3, 9, eos_token_id=list(range(3, 30))), torch.rand(1)
+    return (
+        generated(model),
+        torch.rand(1).item(),
+        generated(model, 3, 9, eos_token_id=list(range(3, 30))),
+        torch.rand(1),
+    )
 
 
 def _keys(cache: Any) -> list[torch.Tensor]:
@@ -417,9 +422,81 @@ def _draws_inside_at_first(model: Any) -> Any:
     return first, generated(model), generated(model, 1)
 
 
+def _fails_once(error: type[BaseException]) -> Callable[[Any], Any]:
+    def factor(module: Any) -> float:
+        if FACTOR < 0:
+            raise error("once")
+        return FACTOR
+
+    def run(model: Any) -> Any:
+        global FACTOR
+        FACTOR = 1.0
+        layer = model.model.layers[0]
+        layer.mlp = Scaled(layer.mlp, factor)
+        first = generated(model)
+        FACTOR = -1.0
+        try:
+            failed: Any = generated(model, 1)
+        except error as found:
+            failed = str(found)
+        FACTOR = 2.0
+        return first, failed, generated(model), generated(model, 1)
+
+    return run
+
+
+def _without_room_at_first(model: Any) -> Any:
+    own = torch.Tensor.new_zeros
+
+    def new_zeros(self: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("once")
+
+    torch.Tensor.new_zeros = new_zeros  # type: ignore[method-assign]
+    try:
+        first = generated(model)
+    finally:
+        torch.Tensor.new_zeros = own  # type: ignore[method-assign]
+    return first, generated(model)
+
+
+def _in_another_dtype_at_first(model: Any) -> Any:
+    first = generated(model.double())
+    model.float()
+    return first, generated(model), generated(model, 1)
+
+
+def _replaced(model: Any) -> Any:
+    first, layer = generated(model), model.model.layers[0]
+    own, layer.mlp = layer.mlp, nn.Identity()
+    second = generated(model)
+    layer.mlp, model.lm_head = own, nn.Linear(32, 61, bias=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.arange(32 * 61).view(61, 32).sin())
+    return first, second, generated(model)
+
+
+def _parametrized(model: Any) -> Any:
+    first, linear = generated(model), model.model.layers[0].mlp.up_proj
+    nn.utils.parametrizations.weight_norm(linear)
+    second = generated(model)
+    with torch.no_grad():
+        linear.parametrizations.weight.original0.mul_(-2)
+    third = generated(model)
+    nn.utils.parametrize.remove_parametrizations(linear, "weight")
+    return first, second, third, generated(model)
+
+
 STATES = {
+    "an error": Member(_fails_once(ValueError), "raises ValueError", 3),
+    "an interruption": Member(_fails_once(KeyboardInterrupt), None, 3),
+    "no memory": Member(_without_room_at_first, "do not fit into the device's memory", 1),
+    "another dtype": Member(_in_another_dtype_at_first, "float64", 2),
+    "other modules": Member(_replaced, None, 3),
+    "parametrizations": Member(_parametrized, None, 4),
     "gradient checkpointing": Member(_checkpointed_at_first, "gradient checkpointing is on", 2),
-    "dropout of attention": Member(_drops_out_at_first, "its attention drops out", 2, options={"attention_dropout": 0.1}),
+    "dropout of attention": Member(
+        _drops_out_at_first, "its attention drops out", 2, options={"attention_dropout": 0.1}
+    ),
     "a module with dropout": Member(_draws_inside_at_first, "it draws random numbers", 2),
     "inference mode": Member(_under_inference_at_first, "inference mode is on", 2),
     "a processor": Member(_processes_at_first, "NoRepeatNGram", 2),
@@ -466,7 +543,27 @@ def _one_trains(model: Any) -> Any:
     return _in_threads(lambda: [generated(model, seed, 4) for seed in range(4)], trains)
 
 
+def _one_is_declined(model: Any) -> Any:
+    return _in_threads(
+        lambda: [generated(model, seed, 6) for seed in range(4)],
+        lambda: [generated(model, seed, 6, no_repeat_ngram_size=2) for seed in range(4)],
+    )
+
+
+def _two_ask_for_outputs(model: Any) -> Any:
+    def job(named: bool) -> Callable[[], Any]:
+        def run() -> Any:
+            made = [generated(model, seed, 4, return_dict_in_generate=named) for seed in range(4)]
+            return [each.sequences.tolist() if named else each for each in made]
+
+        return run
+
+    return _in_threads(job(False), job(True))
+
+
 THREADS = {
+    "one is declined": Member(_one_is_declined, "", None),
+    "two ask for other outputs": Member(_two_ask_for_outputs, None, 8),
     "two generate": Member(_two_generate, None, 8),
     "two generate, nothing is kept": Member(_two_generate, None, 8, keep=False),
     "one trains": Member(_one_trains, None, 4, keep=False),

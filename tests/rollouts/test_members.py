@@ -3,6 +3,7 @@ say why. Each check that a kind depends on is taken out once, and the members mu
 
 import contextlib
 import sys
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from npu_trainer_kernels import apply_npu_kernels, serve_rollouts
 from npu_trainer_kernels.capture import Watched
 from npu_trainer_kernels.rollouts import rollout_engine, serve
 from npu_trainer_kernels.rollouts.generators import Draws
+from npu_trainer_kernels.rollouts.turns import Turns
 from npu_trainer_kernels.rollouts.weights import Weights
 from tests.closeness import assert_as_close, rounded_if_needed
 from tests.families.tiny import tiny_model
@@ -48,15 +50,13 @@ def _differs(found, expected):
     (a, shape), (b, other) = tree_flatten(found), tree_flatten(expected)
     if shape != other:
         return True
-    for x, y in zip(a, b, strict=True):
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() > 1:
-            if x.shape != y.shape:
-                return True
-        elif isinstance(x, torch.Tensor) and not torch.equal(x, y):
-            return True
-        elif not isinstance(x, torch.Tensor) and x != y:
-            return True
-    return False
+    return not all(map(_same, a, b))
+
+
+def _same(x, y):
+    if not isinstance(x, torch.Tensor):
+        return x == y
+    return x.shape == y.shape if x.is_floating_point() and x.numel() > 1 else torch.equal(x, y)
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -65,7 +65,7 @@ def test_it_is_as_without_captured_steps(kind, name):
     expected = member.run(_plain(member))
     found, engine = _outcome(member)
     assert not _differs(found, expected), (found, expected, str(engine))
-    assert engine.rollouts == member.rollouts, str(engine)
+    assert engine.rollouts == member.rollouts or member.rollouts is None, str(engine)
     if member.reason is None:
         assert not engine.reasons, str(engine)
     else:
@@ -73,7 +73,9 @@ def test_it_is_as_without_captured_steps(kind, name):
         assert engine.reasons, str(engine)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS["outputs"] if name.startswith("a cache") and "tokens" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in KINDS["outputs"] if name.startswith("a cache") and "tokens" not in name]
+)
 def test_the_numbers_of_a_cache(name):
     member = KINDS["outputs"][name]
     (*_, found), _ = _outcome(member)
@@ -120,7 +122,14 @@ def _empty_caches(patch):
 
 
 def _together(patch):
+    own = Turns._replay
+
+    def replay(self):
+        time.sleep(0.005)  # the other thread comes in between
+        return own(self)
+
     patch.setattr(rollout_engine.Engine, "alone", lambda self: contextlib.nullcontext())
+    patch.setattr(Turns, "_replay", replay)
 
 
 def _shown_to_all(patch):
@@ -139,8 +148,8 @@ def _shown_to_all(patch):
 
 PLANTED = {
     _unseen_code: [("hooks", "forward"), ("hooks", "pre"), ("hooks", "always called"), ("hooks", "every module"),
-                   ("hooks", "between rollouts"), ("hooks", "a function that appends"), ("hooks", "a mode of functions"),
-                   ("hooks", "prepares each token")],
+                   ("hooks", "between rollouts"), ("hooks", "a function that appends"),
+                   ("hooks", "a mode of functions"), ("hooks", "prepares each token")],
     _unwatched_code: [("python", "a global"), ("python", "a class"), ("python", "a global that a function reads")],
     _gaps_left_out: [("gaps", "a window")],
     _noise_ahead: [("outputs", "random state, three rollouts"), ("outputs", "random state, one is declined")],
@@ -158,10 +167,11 @@ def test_a_planted_fault_is_seen(plant, kind, name, monkeypatch):
     expected = member.run(_plain(member))
     plant(monkeypatch)
     try:
-        found, _ = _outcome(member)
+        found, engine = _outcome(member)
     except (RuntimeError, AssertionError, LookupError, AttributeError, TypeError):
         return
-    assert _differs(found, expected)
+    # What goes wrong in a rollout may be seen there, and is then left to `generate`.
+    assert _differs(found, expected) or (kind == "threads" and engine.rollouts != member.rollouts)
 
 
 @pytest.mark.parametrize("name", ["gradient checkpointing", "a module with dropout"])
