@@ -123,7 +123,8 @@ class _Run(torch.autograd.Function):
         piece.backward.replay()
         if piece.entry_grad is not None:
             increment_version(piece.entry_grad)
-        if piece is ctx.pieces.first and ctx.done is not None:
+        # A graph that is kept (`retain_graph`) may be differentiated once more.
+        if piece is ctx.pieces.first and ctx.done is not None and not _keeps_graph():
             ctx.done()
         first: tuple[torch.Tensor | None, ...] = ()
         if piece.entry is not None:
@@ -142,11 +143,15 @@ def _copies(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_mul(tensors, 1.0)
 
 
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
 def _may_go_back(turn: Any) -> None:
     """Raises RuntimeError if another forward has overwritten what the backward of a turn reads."""
     if turn is not None and turn.over:
         raise RuntimeError(
-            "captured layers ran forward again before the backward of an earlier forward, and what that reads is gone"
+            "captured layers ran forward again before the backward of an earlier forward, and what that reads is gone "
+            "(capture='off' keeps it)"
         )
 
 
@@ -215,10 +220,10 @@ class Pieces:
         Args:
             inputs: the inputs themselves, whose gradients are asked for.
             now: what seams are called with.
-            turn: stands for this forward; its backward raises an error if the turn is `over`. None: a checkpoint
-                repeats the forward right before its backward.
+            turn: what the backward of this forward reads (`Reading`); the backward raises an error if that is `over`.
+                None: nothing else is replayed before the backward.
             tokens: the number of tokens that seams get; None: all.
-            done: called after the backward.
+            done: called after the backward, unless its graph is kept for another one.
         """
         self.tokens = tokens
         if self.prepare is not None:
@@ -253,8 +258,10 @@ class _SeamLayout:
 class _Recording:
     """A function that is being looked at (`recorder` is None), or captured."""
 
-    def __init__(self, watch: Watch, recorder: Recorder | None, layouts: list[_SeamLayout]) -> None:
-        self.watch, self.recorder, self.layouts = watch, recorder, layouts
+    def __init__(
+        self, watch: Watch, recorder: Recorder | None, layouts: list[_SeamLayout], keeps: bool = False
+    ) -> None:
+        self.watch, self.recorder, self.layouts, self.keeps = watch, recorder, layouts, keeps
         self.seams: list[tuple[Attend, list[int | None] | None, int | None]] = []
         self.pieces: list[_Piece] = []
         self.entries: list[torch.Tensor] = []
@@ -319,7 +326,7 @@ class _Joint(torch.autograd.Function):
         after = recording.pieces[ctx.index + 1]
         after.backward, after.entry_grad = recorder.end(), grad
         before = recording.pieces[ctx.index]
-        before.grads = recorder.begin(layout.grads)
+        before.grads = recorder.begin(layout.grads, apart=recording.keeps)
         watch.knows(t for t in before.grads if t is not None)
         recording.back = ctx.index
         return None, None, None, *before.grads
@@ -509,7 +516,7 @@ def _record(
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], keeps: bool,
 ) -> Pieces:  # fmt: skip
     watch = Watch(inputs, fixed)
-    recording = _Recording(watch, recorder, layouts)
+    recording = _Recording(watch, recorder, layouts, keeps)
     pieces = recording.pieces
     completed: dict[int, int] = {}
 
@@ -528,7 +535,7 @@ def _record(
             differ = [o for o in outputs if o.requires_grad]
             grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if wanted and differ:
-                last.grads = recorder.begin([o if o.requires_grad else None for o in outputs])
+                last.grads = recorder.begin([o if o.requires_grad else None for o in outputs], apart=keeps)
                 given = [g for g in last.grads if g is not None]
                 watch.knows(given)
                 recording.back = len(pieces) - 1

@@ -155,7 +155,9 @@ class Reads:
                     self.environment.add(frame.f_locals["key"])
         elif event == "c_call" and not self._paused():
             owner = getattr(called, "__self__", None)
-            if id(frame.f_code) in self.codes:
+            if isinstance(owner, torch.Generator):
+                self._refuse(f"its code calls {called.__name__} of a generator of random numbers")
+            elif id(frame.f_code) in self.codes:
                 self._calls(called, owner)
             elif isinstance(owner, random.Random) and self._is_asked_for(frame):
                 self._refuse("its code draws random numbers on the host")
@@ -188,12 +190,10 @@ class Reads:
             home = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
         else:
             home = type(owner).__module__ if owner is not None else called.__module__
-        home = home or "builtins"
+        home = home if isinstance(home, str) else "builtins"
         impure = home.partition(".")[0] in sys.stdlib_module_names and home not in _PURE
         if impure or (home in _PURE and name in _IMPURE) or name == "__next__":
             self._refuse(f"its code calls {home}.{name}, whose result a replay would not see")
-        elif isinstance(owner, torch.Generator):
-            self._refuse(f"its code calls {name} of a generator of random numbers")
 
 
 def _is_flag(called: Any, owner: Any) -> bool:

@@ -148,6 +148,9 @@ class Watched:
     def _begin(self) -> None:
         reads = self._reads
         self._items, self._attributes = _Looked(operator.getitem), _Looked(getattr)
+        # Of classes that have a `__getitem__` of their own, which may make what it returns.
+        self._entries, self._places = _Looked(dict.__getitem__), _Looked(list.__getitem__)
+        self._looked = [self._items, self._attributes, self._entries, self._places]
         self._objects: list[Any] = []
         self._kinds: list[Any] = []
         self._hooks: tuple[list[Any], list[str]] = [], []
@@ -176,7 +179,7 @@ class Watched:
         """Whether no value has changed since."""
         try:
             if (
-                self._items.same() and self._attributes.same() and list(map(len, self._sized)) == self._lengths
+                all(each.same() for each in self._looked) and list(map(len, self._sized)) == self._lengths
                 and list(map(type, self._objects)) == self._kinds
                 and list(map(len, map(operator.getitem, *self._hooks))) == self._hooked
                 and self._settings == torch_settings() and self._changed_content() is None
@@ -190,7 +193,7 @@ class Watched:
     def _first_change(self) -> str | None:
         if self._settings != torch_settings():
             return "a setting of PyTorch"
-        found = self._changed_content() or self._items.differs() or self._attributes.differs()
+        found = self._changed_content() or next(filter(None, (each.differs() for each in self._looked)), None)
         if found is not None:
             return found
         if list(map(type, self._objects)) != self._kinds:
@@ -215,7 +218,7 @@ class Watched:
         The number keeps no object alive."""
         looked = tuple(
             (path, key if isinstance(key, SIMPLE) else id(key), repr(v) if isinstance(v, SIMPLE) else id(v))
-            for each in (self._items, self._attributes)  # what `vars` returns of a class is a new object each time
+            for each in self._looked  # what `vars` returns of a class is a new object each time, so it has no number
             for path, key, v in zip(each.paths, each.keys, each.values, strict=True)
         )
         return hash((looked, tuple(map(id, self._kinds)), tuple(self._lengths), tuple(self._hooked), self._settings))
@@ -361,9 +364,15 @@ class Watched:
             self._open += [(each, f"{path}[{i}]", said) for i, each in enumerate(value)]
             return
         self._size(value, None, path)
-        keys = range(len(value)) if isinstance(value, _SEQUENCES) else list(value)
+        if isinstance(value, UserDict | UserList):
+            self._look(self._attributes, value, "data", path, said, followed=True)
+            return
+        keys = range(len(value)) if isinstance(value, list | deque) else list(value)
+        own = type(value).__getitem__ not in (dict.__getitem__, list.__getitem__)
+        raw = self._entries if isinstance(value, dict) else self._places if isinstance(value, list) else self._items
+        looked = raw if own else self._items
         for key in keys:
-            self._look(self._items, value, key, f"{path}[{key!r}]", said, followed=True)
+            self._look(looked, value, key, f"{path}[{key!r}]", said, followed=True)
             if not isinstance(key, SIMPLE):
                 self._open.append((key, path, said))
         if hasattr(value, "__dict__") and said:
@@ -465,23 +474,27 @@ class Watched:
                 self._open.append((inner, path, True))
         elif not isinstance(value, types.FunctionType):
             self._open += [(each, path, True) for each in _functions(value)]
-        elif self._ran(value):
+        else:
+            if value.__dict__ and not is_foreign(value.__globals__.get("__name__")):
+                self._namespace(value.__dict__, path)
+            if not self._ran(value):
+                return
             self._found.add(id(value.__code__))
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             cells = [(name, cell) for name, cell in cells if cell != _EMPTY and name != "__class__"]
             if is_foreign(value.__globals__.get("__name__")):  # a decorator's, around what runs
-                self._open += [(cell.cell_contents, path, False) for _, cell in cells]
+                inside = (cell.cell_contents for _, cell in cells)
+                self._open += [(each, path, False) for each in inside if isinstance(each, _WRAPPED)]
                 return
             for name in ("__code__", "__defaults__", "__kwdefaults__"):
                 if getattr(value, name) is not None:
                     self._look(self._attributes, value, name, f"{path}.{name}")
             for name, cell in cells:
                 self._look(self._attributes, cell, "cell_contents", f"{path}'s {name}")
-            if value.__dict__:
-                self._namespace(value.__dict__, path)
 
 
 _EMPTY = types.CellType()
+_WRAPPED = types.FunctionType | types.MethodType | functools.partial
 
 
 def _functions(value: Any) -> Sequence[types.FunctionType]:
