@@ -30,6 +30,7 @@ from .training import (
     differing_seeds,
     held_models,
     is_grpo,
+    never_arranged,
     rehearsal,
     serve_divergence,
     stays_on_rank,
@@ -211,8 +212,8 @@ class NpuKernelsCallback(TrainerCallback):
     def report(self) -> Report:
         """Returns the report of the model that was patched last; empty before the Trainer is built."""
         report = Report() if self._handle is None else self._handle.report()
-        if self._planner is not None and self._planner.off is not None:
-            report.note(f"the head's gradient is not planned: {self._planner.off}")
+        if self._planner is not None and (reason := self._planner.why_not()) is not None:
+            report.note(f"the head's gradient is not planned: {reason}")
         return report
 
     def restore(self) -> None:
@@ -427,11 +428,14 @@ class NpuKernelsCallback(TrainerCallback):
             )
         if not shares or (trainer.args.steps_per_generation == 1 and not across):
             return
-        reason = stays_shuffled(trainer, across)
-        if reason is None:
-            Arranger(trainer, self._balance, across, report.note).start(self._in_trainer)
-        else:
+        handle = self._handle
+        if (reason := stays_shuffled(trainer, across)) is not None:
             report.note(f"the rows of a prompt stay spread over micro-batches: {reason}")
+        if never_arranged(trainer, across) is None:
+            arranger = Arranger(
+                trainer, self._balance, across, report.note, lambda: not handle.shares_beginnings, stays=reason
+            )
+            arranger.start(self._in_trainer)
 
     def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None

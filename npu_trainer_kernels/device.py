@@ -428,7 +428,10 @@ def builds_launchers(device: torch.device) -> bool:
 
 # Texts of out-of-memory errors that are plain RuntimeErrors: of Triton, and of torch_npu before it raised PyTorch's
 # type ("out of memory"); of CANN below an operator (error EL0004, status 207001); of PyTorch for the host.
-_OUT_OF_MEMORY = ("out of memory", "EL0004", "error code is 207001", "DefaultCPUAllocator")
+_OUT_OF_MEMORY = (
+    "out of memory", "EL0004", "error code is 207001", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -34,8 +35,15 @@ class Recorder(Protocol):
     def recording(self, watch: Watch, *, look: bool) -> contextlib.AbstractContextManager[None]:
         """One function is looked at (with `look`: the watch is on, nothing is recorded) or recorded inside of it."""
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
-        """Begins a graph with what comes next. Returns buffers like the given tensors, which the graph reads."""
+    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
+        """Begins a graph with what comes next.
+
+        Args:
+            likes: tensors, for each of which a buffer like it is returned, which the graph reads.
+            apart: whether the graph writes to other memory than graphs that are not apart. Backwards are, where the
+                forwards of several functions come before them: another forward has saved something in the memory that
+                a backward frees, and a graph of autograd that is kept reads it a second time.
+        """
 
     def end(self) -> Graph:
         """Ends it."""
@@ -68,7 +76,7 @@ class TapeRecorder:
     def no_room(self) -> str | None:
         return None
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
+    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
         assert self._watch is not None
         buffers = [None if like is None else torch.zeros_like(like.detach()) for like in likes]
         self._watch.target = Tape()
@@ -88,6 +96,23 @@ class TapeRecorder:
         return tensor.detach()
 
 
+_one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside the `with` block nothing is collected, since graphs must not be destroyed during a capture; and no other
+    thread captures, which would switch the collector on again, and which the device's generator cannot bear."""
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
 class DeviceRecorder:
     """Records graphs of CUDA (`torch.cuda.CUDAGraph`) or of an NPU (`torch.npu.NPUGraph`), in a pool of their own."""
 
@@ -103,6 +128,7 @@ class DeviceRecorder:
         else:
             self._memory = self._memory()
             self._pool = self._memory.id
+        self._apart = self._module.graph_pool_handle()
         self._stream = self._module.Stream(device)
         self._device = device
         self._graph: Any = None
@@ -114,21 +140,15 @@ class DeviceRecorder:
         self._stream.wait_stream(self._module.current_stream(self._device))
         # A capture belongs to a thread, and gradients of a device are computed on another one otherwise.
         threads = torch.autograd.set_multithreading_enabled(False)
-        # Graphs must not be destroyed during a capture, so nothing is collected.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._module.stream(self._stream))
-                stack.enter_context(threads)
-                if look:
-                    if self._memory is not None:
-                        stack.enter_context(self._module.use_mem_pool(self._memory, self._device))
-                    stack.enter_context(watch)
-                yield
-        finally:
-            if collects:
-                gc.enable()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_uncollected())
+            stack.enter_context(self._module.stream(self._stream))
+            stack.enter_context(threads)
+            if look:
+                if self._memory is not None:
+                    stack.enter_context(self._module.use_mem_pool(self._memory, self._device))
+                stack.enter_context(watch)
+            yield
         self._module.current_stream(self._device).wait_stream(self._stream)
 
     def no_room(self) -> str | None:
@@ -142,11 +162,12 @@ class DeviceRecorder:
             return None
         return f"memory is short ({free / (1 << 30):.1f} GiB are free, and steps have needed {needed / (2 << 30):.1f})"
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
+    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
         self._graph = self._new()
         self._random = self._module.get_rng_state(self._device)
         # Other threads (that of a data loader pins memory) may go on.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        pool = self._apart if apart else self._pool
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         # In the pool, like everything that a graph reads.
         return [None if like is None else torch.empty_like(like.detach()) for like in likes]
 

@@ -27,7 +27,9 @@ from torch.autograd.graph import increment_version
 from ..ops.checks import values_unread
 from ..ops.host import refused
 from .graph import Graph, Recorder
+from .reads import Reads
 from .tape import Nothing, Refused, Watch
+from .watched import Watched, torch_settings
 
 __all__ = ["Attend", "Pieces", "Refused", "capture", "recording_now", "seam", "unwatched"]
 
@@ -121,7 +123,8 @@ class _Run(torch.autograd.Function):
         piece.backward.replay()
         if piece.entry_grad is not None:
             increment_version(piece.entry_grad)
-        if piece is ctx.pieces.first and ctx.done is not None:
+        # A graph that is kept (`retain_graph`) may be differentiated once more.
+        if piece is ctx.pieces.first and ctx.done is not None and not _keeps_graph():
             ctx.done()
         first: tuple[torch.Tensor | None, ...] = ()
         if piece.entry is not None:
@@ -140,11 +143,15 @@ def _copies(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_mul(tensors, 1.0)
 
 
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
 def _may_go_back(turn: Any) -> None:
     """Raises RuntimeError if another forward has overwritten what the backward of a turn reads."""
     if turn is not None and turn.over:
         raise RuntimeError(
-            "captured layers ran forward again before the backward of an earlier forward, and what that reads is gone"
+            "captured layers ran forward again before the backward of an earlier forward, and what that reads is gone "
+            "(capture='off' keeps it)"
         )
 
 
@@ -157,6 +164,7 @@ class Pieces:
         tokens: the number of live tokens of the last forward; None: all.
         prepare: called before a forward (with False) and before each graph of its backward (with True); it puts
             parameters that move to where the graphs read them. None: parameters stay where they are.
+        watched: what the code of the function has read; replays are right as long as it holds. None: nobody asked.
     """
 
     def __init__(
@@ -167,6 +175,7 @@ class Pieces:
         self.sign = torch.empty(0, len(pieces[-1].outputs))
         self.tokens: int | None = None
         self.prepare: Callable[[bool], None] | None = None
+        self.watched: Watched | None = None
         known = {t.untyped_storage().data_ptr() for t in inputs}
         for piece in pieces:
             piece.written = [o for o in piece.outputs if o.untyped_storage().data_ptr() not in known]
@@ -211,10 +220,10 @@ class Pieces:
         Args:
             inputs: the inputs themselves, whose gradients are asked for.
             now: what seams are called with.
-            turn: stands for this forward; its backward raises an error if the turn is `over`. None: a checkpoint
-                repeats the forward right before its backward.
+            turn: what the backward of this forward reads (`Reading`); the backward raises an error if that is `over`.
+                None: nothing else is replayed before the backward.
             tokens: the number of tokens that seams get; None: all.
-            done: called after the backward.
+            done: called after the backward, unless its graph is kept for another one.
         """
         self.tokens = tokens
         if self.prepare is not None:
@@ -249,8 +258,10 @@ class _SeamLayout:
 class _Recording:
     """A function that is being looked at (`recorder` is None), or captured."""
 
-    def __init__(self, watch: Watch, recorder: Recorder | None, layouts: list[_SeamLayout]) -> None:
-        self.watch, self.recorder, self.layouts = watch, recorder, layouts
+    def __init__(
+        self, watch: Watch, recorder: Recorder | None, layouts: list[_SeamLayout], keeps: bool = False
+    ) -> None:
+        self.watch, self.recorder, self.layouts, self.keeps = watch, recorder, layouts, keeps
         self.seams: list[tuple[Attend, list[int | None] | None, int | None]] = []
         self.pieces: list[_Piece] = []
         self.entries: list[torch.Tensor] = []
@@ -315,7 +326,7 @@ class _Joint(torch.autograd.Function):
         after = recording.pieces[ctx.index + 1]
         after.backward, after.entry_grad = recorder.end(), grad
         before = recording.pieces[ctx.index]
-        before.grads = recorder.begin(layout.grads)
+        before.grads = recorder.begin(layout.grads, apart=recording.keeps)
         watch.knows(t for t in before.grads if t is not None)
         recording.back = ctx.index
         return None, None, None, *before.grads
@@ -380,6 +391,7 @@ def capture(
     joined: Sequence[torch.Tensor] = (),
     keeps: bool = True,
     known: bool = False,
+    watch: Callable[[Reads | None, tuple[Any, ...]], Watched] | None = None,
 ) -> Pieces:
     """Captures a function, with its gradients if gradients are enabled.
 
@@ -400,11 +412,13 @@ def capture(
             repeated by a checkpoint right before its backward) they may share the memory of what they save.
         known: whether the same function, without a seam, was captured before, with inputs of the same shapes; then it
             runs once, since its operators were checked.
+        watch: makes a watch of what the function's code reads (`Pieces.watched`), from the code that ran (None: it was
+            not looked at) and PyTorch's settings.
 
     Raises:
         Refused: the function cannot be captured.
     """
-    graded = torch.is_grad_enabled()
+    graded, settings = torch.is_grad_enabled(), torch_settings()
     trained = [leaf for leaf in parameters if leaf.requires_grad]
     leaves: list[Any] = [i for i, t in enumerate(inputs) if t.requires_grad]
     wanted = [*(inputs[i] for i in leaves), *trained] if graded else []
@@ -418,11 +432,30 @@ def capture(
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
         with unpacked, values_unread():
-            if not known:
-                _look(function, inputs, wanted, fixed, recorder, layouts, joined)
-            return _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
+            reads = None if known else _look(function, inputs, wanted, fixed, recorder, layouts, joined)
+            watched = None if watch is None else _watched(watch(reads, settings), reads, inputs)
+            pieces = _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:
         torch.set_autocast_cache_enabled(cached)
+    # The function ran once more since its code's values were noted.
+    if watched is not None and not watched.holds():
+        raise Refused(f"a call of it changes {watched.differs}")
+    pieces.watched = watched
+    return pieces
+
+
+def _watched(watched: Watched, reads: Reads | None, inputs: Sequence[torch.Tensor]) -> Watched:
+    """Returns the watch of a function, unless its code does what a replay would not do, or cannot be compared."""
+    if watched.reason is not None:
+        raise Refused(watched.reason)
+    given = {t.untyped_storage()._cdata for t in inputs}
+    for path, tensor in watched.tensors.items():
+        if tensor.untyped_storage()._cdata in given:
+            raise Refused(f"a call of it keeps its input as {path}")
+    for each in () if reads is None else reads.changed.values():
+        if watched.reaches(each):
+            raise Refused(f"a call of it changes a {type(each).__name__} in place")
+    return watched
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -448,11 +481,12 @@ def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
 def _look(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], wanted: list[Any],
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], joined: Sequence[torch.Tensor],
-) -> None:  # fmt: skip
-    """Runs the function with every operator checked. What it starts (libraries, compilers) is started then."""
+) -> Reads:  # fmt: skip
+    """Runs the function with every operator and all of its code checked. What it starts (libraries, compilers) is
+    started then. Returns the code that ran."""
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
-    with recorder.recording(watch, look=True), _set(recording):
+    with Reads(lambda: watch.target is None) as reads, recorder.recording(watch, look=True), _set(recording):
         watch.target = Nothing()
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]
@@ -464,6 +498,7 @@ def _look(
             watch.knows(given)
             torch.autograd.grad(differ, wanted, given, allow_unused=True)
         watch.target = None
+    return reads
 
 
 @contextlib.contextmanager
@@ -481,7 +516,7 @@ def _record(
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], keeps: bool,
 ) -> Pieces:  # fmt: skip
     watch = Watch(inputs, fixed)
-    recording = _Recording(watch, recorder, layouts)
+    recording = _Recording(watch, recorder, layouts, keeps)
     pieces = recording.pieces
     completed: dict[int, int] = {}
 
@@ -500,7 +535,7 @@ def _record(
             differ = [o for o in outputs if o.requires_grad]
             grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if wanted and differ:
-                last.grads = recorder.begin([o if o.requires_grad else None for o in outputs])
+                last.grads = recorder.begin([o if o.requires_grad else None for o in outputs], apart=keeps)
                 given = [g for g in last.grads if g is not None]
                 watch.knows(given)
                 recording.back = len(pieces) - 1

@@ -9,18 +9,19 @@ result that a later replay overwrites, shows on a CPU as it would on a device.
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Nothing", "Refused", "Tape", "Watch"]
+__all__ = ["Nothing", "Refused", "Tape", "Watch", "parts_of"]
 
 
 class Refused(Exception):
@@ -37,6 +38,27 @@ class Refused(Exception):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+_DEPTH = 3
+"""How deep `parts_of` looks for tensors in the objects that a tensor has as attributes."""
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields a tensor, and those that it is made of if its class is not torch's own: the integers and scales of a
+    quantised weight, which may be tensors inside of it, or attributes of it."""
+    yield tensor
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    held, seen = [tensor], {id(tensor)}
+    for _ in range(_DEPTH):
+        held = [each for owner in held for each in getattr(owner, "__dict__", {}).values() if id(each) not in seen]
+        held = [each for each in held if not isinstance(each, type | types.ModuleType | torch.nn.Module)]
+        seen.update(map(id, held))
+        yield from (each for each in held if isinstance(each, torch.Tensor))
 
 
 _BY_MASK = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index",
@@ -136,7 +158,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor], fixed: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.target: Tape | Nothing | None = None
-        self._fixed = {_storage(t) for t in fixed}
+        self._fixed = {_storage(part) for t in fixed for part in parts_of(t)}
         self._known = {_storage(t) for t in known} | self._fixed
         # A storage that is freed would give its address to another one. A weak reference keeps the address alone.
         self._places: list[StorageWeakRef] = []

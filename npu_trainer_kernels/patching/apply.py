@@ -16,7 +16,7 @@ from ..options import check_capture, check_ops, check_tiled_mlp
 from ..support.switch import check_switch
 from ..support.tested import newer_torch
 from .audit import Audit
-from .body import PaddingPatch, outermost_body
+from .body import PaddingPatch, draws_for_tokens, outermost_body
 from .bound_forwards import BoundForwards, kernel_of_package
 from .call import CallSettings, leave_calls, track_calls
 from .classes import leaves_out_hooks, original_class
@@ -90,8 +90,12 @@ class NpuKernels:
 
     @property
     def shares_beginnings(self) -> bool:
-        """Whether training computes the common prefix of a batch's rows once."""
-        return self.settings.shares
+        """Whether training computes the common prefix of a batch's rows once, with the dropout that it has now."""
+        model = self._model()
+        if model is None or not self.settings.shares:
+            return False
+        body: Any = outermost_body(model)
+        return not draws_for_tokens(body.config.get_text_config(), body.modules())
 
     @property
     def tokens(self) -> int:

@@ -16,6 +16,11 @@ and at the depth of this very model. The error of a row (the values of a token) 
 and the median and the 99th percentile of all rows' errors may be `FACTOR` times those of `rounded`. An op with larger
 errors is disabled, with a warning that names it, before the optimizer's first step. A head is compared where its loss
 is computed, on some of its rows.
+
+Nobody sees these forwards: attributes, buffers and random states are put back (`kept_state`), and a model with code
+that may leave another trace (`probe.traces`: a counter, a list, a hook that collects) is not run. Then each op whose
+module leaves no trace is compared in the run's own first forward, on its inputs there, and the report says what was not
+compared.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..support.errors import one_line
 from ..support.rounding import Rounded
@@ -40,8 +45,9 @@ from .body import draws_for_tokens, first_rows, under_way
 from .call import generates
 from .classes import is_patched_class, leaves_out_hooks
 from .head import is_partitioned
+from .kept_state import kept_state
 from .patch import PROBE_ERRORS, UNREPORTED, LateRefusal, Site
-from .probe import repeatable
+from .probe import repeatable, traces_within
 from .undo import Undo
 
 __all__ = ["FACTOR", "Audit", "Audited", "distance", "some_rows"]
@@ -189,6 +195,7 @@ class Audit:
         self._known: set[Any] = set()
         self._widest = 0
         self._busy = self._looking = False
+        self._within: list[Site] = []  # the sites that are compared in the run's own forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
         # A copy of a patched model has the modules' classes, and with them the same sites.
@@ -203,17 +210,18 @@ class Audit:
         """Compares before forwards of `module`: a model's body, or the model itself if it has none."""
         names = tuple(inspect.signature(module.forward).parameters)
         undo.add(module.register_forward_pre_hook(functools.partial(_before, self, names), with_kwargs=True).remove)
+        undo.add(module.register_forward_hook(functools.partial(_after, self), always_call=True).remove)
         if not is_patched_class(type(module)):
             leaves_out_hooks(module, undo)
 
     @property
     def busy(self) -> bool:
         """Whether a comparison is running."""
-        return self._busy
+        return self._busy or bool(self._within)
 
     def before(self, module: Any, given: dict[str, Any]) -> None:
         """Compares a forward of a new kind: other arguments, another dtype, other sites, or rows over twice as long."""
-        if self._busy or under_way() or generates() or (self._training and not _trains(module)):
+        if self.busy or under_way() or generates() or (self._training and not _trains(module)):
             return
         rows = _rows(given)
         if rows is None:
@@ -231,11 +239,50 @@ class Audit:
             return
         self._known.add(kind)
         self._widest = max(self._widest, 2 * rows.shape[1])
+        trace = traces_within(module)
+        if (reason := trace(module)) is not None:
+            self._compare_within(rows, sites, trace, reason)
+            return
         self._busy = True
         try:
-            self._compare(module, some_rows(given), sites)
+            self._compare(module, tree_map_only(torch.Tensor, torch.clone, some_rows(given)), sites)
         finally:
             self._busy = False
+
+    def _compare_within(
+        self, rows: torch.Tensor, sites: list[Site], trace: Callable[[nn.Module], str | None], reason: str
+    ) -> None:
+        """Compares ops in the forward that begins now, each with the code of its module if that leaves no trace."""
+        found = Audited(rows.shape[0], rows.shape[1])
+        found.aside = f"the model as a whole, and padding left out, are not compared, since {reason}"
+        self._seen.append(found)
+        self._within = [site for site in sites if site.off is None and site.op != self._leaves_out]
+        for site in self._within:
+            late = functools.partial(self.look_once, found)
+            site.look = late if site.late else functools.partial(self._look_within, found, trace)
+
+    def _look_within(
+        self, found: Audited, trace: Callable[[nn.Module], str | None], site: Site, own: Callable[[], Any],
+        served: Callable[[], Any], module: nn.Module,
+    ) -> bool:  # fmt: skip
+        if self._looking:
+            return True
+        begun = time.perf_counter()
+        if trace(module) is None:
+            ran = [(each, each.ran, each.declined.copy()) for each in self._within]
+            with kept_state(module), torch.no_grad(), _without_cast_cache():
+                self.look(found, site, own, served)
+            for each, count, declined in ran:
+                each.ran, each.declined = count, declined
+        found.seconds += time.perf_counter() - begun
+        return False
+
+    def after(self) -> None:
+        """Ends the comparisons within a forward; heads are compared where their losses are computed, later."""
+        for site in self._within:
+            if not site.late:
+                site.look = None
+        self._within = []
 
     def _compare(self, module: Any, given: dict[str, Any], sites: list[Site]) -> None:
         begun = time.perf_counter()
@@ -271,8 +318,11 @@ class Audit:
                 site.look = functools.partial(self.look_once, found)
         found.seconds += time.perf_counter() - begun
 
-    def look(self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any]) -> None:
-        """Compares the op's and the original code's results of a call. Calls nested in the two are not compared."""
+    def look(
+        self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any], module: Any = None
+    ) -> bool:
+        """Compares the op's and the original code's results of a call. Calls nested in the two are not compared. Both
+        draw the same numbers."""
         if not self._looking:
             self._looking = True
             try:
@@ -287,8 +337,9 @@ class Audit:
                         found.farthest = max(found.farthest, far)
             finally:
                 self._looking = False
+        return True
 
-    def look_once(self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any]) -> None:
+    def look_once(self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any]) -> bool:
         """Compares a head's op with the original code on some rows, where the loss is computed."""
         begun, ran = time.perf_counter(), site.ran
         site.look = None
@@ -296,6 +347,7 @@ class Audit:
             self.look(found, site, own, served)
         site.ran = ran
         found.seconds += time.perf_counter() - begun
+        return False
 
     def _take_out(self, site: Site, far: float, found: Audited) -> None:
         what = "padding left out" if site.op == self._leaves_out else f"{site.op} in {site.kind.__name__}"
@@ -324,6 +376,11 @@ def _before(
 ) -> None:
     if not torch.compiler.is_compiling():
         audit.before(module, dict(zip(names, args, strict=False), **kwargs))
+
+
+def _after(audit: Audit, module: nn.Module, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        audit.after()
 
 
 def _incomparable(module: nn.Module, given: dict[str, Any]) -> bool:
@@ -372,30 +429,21 @@ def _of_bitsandbytes(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
-    """Restores counts and buffers after forwards without gradients. Where random numbers are drawn for each token, the
-    forwards run in evaluation mode, since a packed row draws others."""
+    """Restores counts and the state of modules after forwards without gradients. Where random numbers are drawn for each
+    token, the forwards run in evaluation mode, since a packed row draws others."""
     counts = [
         (site, site.ran, site.declined.copy(), copy.deepcopy(getattr(site.progress, "__dict__", {}))) for site in sites
     ]
-    buffers = [(part, name, b, b._version, b.clone()) for part in module.modules()
-               for name, b in part._buffers.items() if b is not None and not b.is_inference()]  # fmt: skip
     config: Any = getattr(module, "config", None)
     draws = config is not None and draws_for_tokens(config.get_text_config(), module.modules())
     # On a CPU a 4-bit layer of bitsandbytes changes its weight for good in evaluation mode, and draws nothing.
     modes = [part for part in module.modules() if part.training and not _of_bitsandbytes(part)] if draws else []
-    for part in modes:
-        part.training = False
     try:
-        with torch.no_grad(), _without_cast_cache():
+        with kept_state(module), torch.no_grad(), _without_cast_cache():
+            for part in modes:
+                part.training = False
             yield
     finally:
-        for part in modes:
-            part.training = True
-        with torch.no_grad():
-            for part, name, buffer, version, copied in buffers:
-                if buffer._version != version:
-                    buffer.copy_(copied)
-                part._buffers[name] = buffer
         for site, ran, declined, progress in counts:
             site.ran, site.declined = ran, declined
             if progress:

@@ -126,8 +126,9 @@ class Site:
         declined: the numbers of calls that it did not serve, by reason.
         progress: an object whose string describes the served calls in the report, or None.
         late: whether its calls are compared where their results are used (`audit`).
-        look: while calls are compared, a function of the site and of two functions, which compute a call by the
-            original code and by the op; otherwise None.
+        look: while calls are compared, a function of the site, of two functions, which compute a call by the original
+            code and by the op, and of the module; otherwise None. It returns whether the call is to run the original
+            code (in a look), or the code that training runs.
         off: why the op no longer serves any call; `UNREPORTED` while the original code is requested.
     """
 
@@ -145,7 +146,7 @@ class Site:
     declined: Counter[str] = field(default_factory=Counter)
     progress: Any = None
     late: bool = False
-    look: Callable[["Site", Callable[[], Any], Callable[[], Any]], None] | None = None
+    look: Callable[..., bool] | None = None
     off: str | None = None
 
     @functools.cached_property
@@ -204,8 +205,10 @@ def guarded(
         if reason is None:
             reason = declines(*args, **kwargs) if site.kind.forward is recognised else _EXCHANGED
         if reason is None and site.look is not None and not site.late:
-            site.look(site, _anew(own, args, kwargs), _anew(run, args, kwargs))
-            return own(*args, **kwargs)
+            looks = site.look(site, _anew(own, args, kwargs), _anew(run, args, kwargs), args[0])
+            if looks or (site.switches and site.prefers_own(tokens(*args, **kwargs))):
+                return own(*args, **kwargs)
+            reason = site.off
         if reason is None:
             result = run(*args, **kwargs)
             if type(result) is not LateRefusal:

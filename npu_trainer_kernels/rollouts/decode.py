@@ -8,19 +8,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..capture import Pieces, capture, recorder_for
+from ..capture import Pieces, Reads, Watched, capture, recorder_for
 from ..patching.body import packed_row
-from ..patching.layers import LayerState
 from ..support.foreign import CACHES
 from .masked import MaskedDecoding, masks_of_rows
+from .model_state import ModelState
 from .on_device import OnDevice
-from .rollout_cache import Decoding, RolloutCache
+from .rollout_cache import Decoding, RolloutCache, cached_rotations
 from .sampling import Sampling
 from .weights import Weights
 
-__all__ = ["ModelState", "Rows", "Step", "arguments_of", "cache_name", "logits_of", "of_own_code"]
+__all__ = ["Rows", "Step", "arguments_of", "cache_name", "logits_of", "of_own_code"]
 
 
 @dataclass
@@ -157,27 +156,6 @@ def logits_of(out: Any) -> torch.Tensor:
     return logits
 
 
-class ModelState:
-    """What decides how a model's code runs (`LayerState`), as it was when a step was captured.
-
-    Args:
-        model: the causal model.
-        moves: whether its parameters are at other addresses in each rollout, which is then no change.
-    """
-
-    def __init__(self, model: nn.Module, moves: bool) -> None:
-        self._kind = type(model)
-        self._parts = [LayerState(part, moves, tables=False) for part in model.children()]
-
-    def holds(self, model: nn.Module) -> bool:
-        """Whether the model is still in this state."""
-        return type(model) is self._kind and all(part.holds() for part in self._parts)
-
-    def signature(self) -> int:
-        """Returns a number that another state of the same model has if nothing has changed in between."""
-        return hash((id(self._kind), *(part.signature() for part in self._parts)))
-
-
 class Step:
     """A captured decode step.
 
@@ -192,9 +170,12 @@ class Step:
         changed: of a step like it that was captured before for a model in this state, whose operators are not checked
             again: whether `OnDevice` has changed any of its calls; None: there was none.
         norms: a cache of the forms of norms.
+        moves: whether the model's parameters are at other addresses in each rollout.
+        known: the model's state with what a step like it has read, if this one is not looked at.
 
     Attributes:
         changed: whether `OnDevice` has changed any call of this one.
+        state: the model's state, with all values that the code of the step reads.
 
     Raises:
         Refused, Unserved: the step cannot be captured.
@@ -203,6 +184,7 @@ class Step:
     def __init__(
         self, model: Any, cache: RolloutCache, rows: Rows, sampling: Sampling, decoding: Decoding,
         copies: Weights, length: int, *, changed: bool | None = None, norms: dict[Any, Any],
+        moves: bool = False, known: ModelState | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.rows, self.sampling, self.length = cache, rows, sampling, length
         names, on_device = arguments_of(model), OnDevice(decoding.masked_places())
@@ -218,7 +200,8 @@ class Step:
             if isinstance(decoding, MaskedDecoding):
                 decoding.written = written
                 given, on_its_way = of_own_code(given, decoding.mask(), names), masks_of_rows(decoding)
-            with on_its_way, contextlib.nullcontext() if changed is False else on_device:
+            alike = contextlib.nullcontext() if changed is False else on_device
+            with cache.rotating(rotations), copies.on(), on_its_way, alike:
                 out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
             logits = logits_of(out)[:, -1].float()
             written += alive
@@ -228,10 +211,16 @@ class Step:
         recorder = recorder_for(rows.token.device)
         parameters = {p: p for p in (*model.parameters(), *copies.tensors())}
         inputs = [*rows.tensors(), *cache.tensors()]
-        with torch.no_grad(), copies.on(), cache.at(decoding), cache.rotating(model, norms):
+        rotations = cached_rotations(model, norms)
+
+        def watch(seen: Reads | None, settings: tuple[Any, ...]) -> Watched:
+            self.state = ModelState(model, moves, seen, settings) if seen is not None or known is None else known
+            return self.state.values
+
+        with torch.no_grad(), cache.at(decoding):
             self._pieces: Pieces = capture(
                 step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder,
-                known=changed is not None,
+                known=changed is not None, watch=watch,
             )  # fmt: skip
         self.changed = on_device.changed
         self._recorder = recorder

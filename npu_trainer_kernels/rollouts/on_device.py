@@ -7,6 +7,7 @@ valid. These calls are made in another way, with the same result.
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any
 
@@ -31,12 +32,15 @@ def _sliced(part: Any) -> Any:
 
 
 class _Validates:
-    """False; it notes that a distribution has asked whether its parameters are to be validated."""
+    """False on this thread; it notes that a distribution has asked whether its parameters are to be validated. On other
+    threads it is what was there before."""
 
-    def __init__(self, mode: OnDevice) -> None:
-        self._mode = mode
+    def __init__(self, mode: OnDevice, before: Any) -> None:
+        self._mode, self.before, self._thread = mode, before, threading.get_ident()
 
     def __bool__(self) -> bool:
+        if threading.get_ident() != self._thread:
+            return bool(self.before)
         self._mode.changed = True
         return False
 
@@ -62,8 +66,10 @@ class OnDevice(TorchFunctionMode):
         self.changed = False
 
     def __enter__(self) -> OnDevice:
-        self._validates = Distribution._validate_args
-        Distribution._validate_args = _Validates(self)  # type: ignore[assignment]
+        before = Distribution._validate_args
+        # A step that is captured on another thread at the same time may end later.
+        self._validates = before.before if isinstance(before, _Validates) else before
+        Distribution._validate_args = _Validates(self, self._validates)  # type: ignore[assignment]
         super().__enter__()
         return self
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..patching.head import is_partitioned
 from .rollout_engine import free_bytes
 
-__all__ = ["all_agree", "gathered", "is_shared", "why_not_gathered"]
+__all__ = ["all_agree", "gathered", "hooks_of_wrappers", "is_shared", "why_not_gathered"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -52,7 +52,7 @@ def why_not_gathered(model: nn.Module, where: torch.device) -> str | None:
     if any(is_partitioned(p) and not _is_available(p) for p in model.parameters()):
         return "its parameters are spread over ranks, and nobody has gathered them (ds3_gather_for_generation)"
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not all(_hooks_of(module) for module in modules):
+    if not all(hooks_of_wrappers(module) for module in modules):
         return "FSDP gathers several of its modules at once"
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     if sharded and not modules:
@@ -68,7 +68,7 @@ def _is_available(parameter: Any) -> bool:
     return getattr(getattr(parameter, "ds_status", None), "name", "") == "AVAILABLE"
 
 
-def _hooks_of(module: Any) -> list[tuple[Any, int]]:
+def hooks_of_wrappers(module: Any) -> list[tuple[Any, int]]:
     """Returns the hooks of FSDP2 and DeepSpeed of a module, each as the dict that it is in and its key there."""
     state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
@@ -91,7 +91,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for module in modules:
             module.unshard()
         for module in model.modules():
-            for hooks, key in _hooks_of(module):
+            for hooks, key in hooks_of_wrappers(module):
                 del hooks[key]
         yield
     finally:

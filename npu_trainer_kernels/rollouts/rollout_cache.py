@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -36,7 +37,7 @@ from ..ops.rope import rotation
 from ..patching.body import PackedMask, Packing, Unserved, make_mask
 from ..patching.modules import CACHED_ROTATION, CachedRotation, cached_rotation, rotation_call
 
-__all__ = ["Decoding", "Places", "RolloutCache", "places_for", "states_of"]
+__all__ = ["Decoding", "Places", "RolloutCache", "cached_rotations", "places_for", "states_of"]
 
 _NAME = "npu_kernels_decode"
 
@@ -150,6 +151,22 @@ class Places:
         self.row, self.place, self.source = (uploaded(each, device) for each in (row, place, source))
 
 
+def cached_rotations(model: nn.Module, norms: dict[Any, Any]) -> list[tuple[nn.Module, CachedRotation]]:
+    """Returns the attentions of a model whose forward allows `RolloutCache.rotating`. `norms`: known forms of norms."""
+    return [(module, each) for module in model.modules() if (each := cached_rotation(module, norms)) is not None]
+
+
+def _on_this_thread(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that is `forward` on this thread, and the forward of the module's class on others."""
+    thread = threading.get_ident()
+
+    def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
+        own = type(module).forward if threading.get_ident() != thread else forward
+        return own(module, *args, **kwargs)
+
+    return chosen
+
+
 class RolloutCache(Cache):
     """Keys and values of all rows at fixed addresses, `[B, heads, L, size]` for each layer.
 
@@ -259,18 +276,19 @@ class RolloutCache(Cache):
         return keys.dtype is (compute_dtype(q) if autocasts(q) else rotated)
 
     @contextlib.contextmanager
-    def rotating(self, model: nn.Module, norms: dict[Any, Any]) -> Iterator[None]:
-        """Inside the `with` block the attentions of a model whose forward allows it call `rotate_and_update`, which is
-        one launch, for their norms, rotation and update of the cache. `norms` is a cache of the forms of norms."""
-        found = [(module, each) for module in model.modules() if (each := cached_rotation(module, norms)) is not None]
-        for module, attention in found:
-            vars(module)["forward"] = types.MethodType(attention.forward, module)
+    def rotating(self, rotations: list[tuple[nn.Module, CachedRotation]]) -> Iterator[None]:
+        """Inside the `with` block attentions call `rotate_and_update`, which is one launch, for their norms, rotation
+        and update of the cache; on other threads they run their own forward. `rotations`: see `cached_rotations`."""
+        for module, attention in rotations:
+            vars(module)["forward"] = types.MethodType(_on_this_thread(attention.forward), module)
             vars(module)[CACHED_ROTATION] = functools.partial(self.rotate_and_update, attention)
         try:
             yield
         finally:
-            for module, _ in found:
-                del vars(module)["forward"], vars(module)[CACHED_ROTATION]
+            for module, _ in rotations:
+                # A rollout of another model that has this attention, too, may have taken them away.
+                vars(module).pop("forward", None)
+                vars(module).pop(CACHED_ROTATION, None)
 
     def allocate(self, rows: int, length: int) -> None:
         """Makes room for so many rows of so many places, as the prompts that it was given need."""

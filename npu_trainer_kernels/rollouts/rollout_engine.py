@@ -19,10 +19,11 @@ go through it one by one. Its last logits are compared, too, since its code may 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,20 +32,24 @@ import torch
 from torch import nn
 
 from .. import device
-from ..capture import Refused
+from ..capture import Reads, Refused
 from ..ops.attention import Segments, uploaded
 from ..patching.body import Packing, Unserved, attend_by_segments, packed_row, packing_for
-from ..patching.patch import PROBE_ERRORS
+from ..patching.kept_state import remembered
+from ..patching.patch import PLAIN, PROBE_ERRORS
+from ..patching.probe import trace_of_all
 from ..patching.undo import Undo
 from ..support.errors import one_line
-from .decode import ModelState, Rows, Step, arguments_of, cache_name, logits_of, of_own_code
+from .decode import Rows, Step, arguments_of, cache_name, logits_of, of_own_code
+from .generators import Generators
 from .logits_trial import Differs
 from .masked import MaskedDecoding
+from .model_state import ModelState
 from .rollout_cache import Decoding, RolloutCache, places_for
 from .turns import Rollout, Turns
 from .weights import Weights, WeightUses
 
-__all__ = ["Engine", "free_bytes", "random_state", "set_random_state"]
+__all__ = ["Engine", "free_bytes"]
 
 _FEWEST = 8
 """A step of fewer rows takes as long as one of these: it reads the same weights."""
@@ -52,26 +57,70 @@ _CAPTURE = 0.3
 """The seconds that the capture of a step is expected to take, until one was measured."""
 
 
+_FAILURES = 3
+"""After so many failures of one kind in one state of the model the engine takes it that the code is the cause, and not
+the moment (a library had no memory for its workspace)."""
+_STATES = 4
+"""Of so many states of a model (modes, adapters) it is remembered what was found out."""
+
+
+class _Draws(Refused):
+    """A generator of the host has another state after a forward; another thread may have drawn from it."""
+
+
 @dataclass
 class Known:
-    """What is known of a model as long as nothing of it changes, so that the next rollout need not find it out again.
+    """What is known of a model in one state, so that the next rollout in this state need not find it out again.
 
     Attributes:
-        signature: the signature of the model's state.
         uses: how it uses its weights; None: not seen yet.
         norms: the forms of its norms (`cached_rotation`).
         steps: what steps were captured for, whose operators are not checked again; and whether `OnDevice` has changed
             any call of theirs.
         paces: by the number of rows of a step, the seconds of a token.
         capturing: the seconds that the last capture of a step in `steps` took.
+        tried: the kinds of rollouts that were compared with the model's own forward.
+        masked: whether the model's own code attends.
+        unserved: why it has to.
+        reads: the code that has run in its step; None: not seen yet.
+        signature: a number for the model's state, with the values that this code reads.
+        refused: why no rollout is made in this state; None: it may be.
+        failures: errors that may have been the moment's, by their reason.
     """
 
-    signature: int = 0
     uses: WeightUses | None = None
     norms: dict[Any, Any] = field(default_factory=dict)
     steps: dict[Any, bool] = field(default_factory=dict)
     paces: dict[int, float] = field(default_factory=dict)
     capturing: float = _CAPTURE
+    tried: set[Any] = field(default_factory=set)
+    masked: bool = False
+    unserved: str | None = None
+    reads: Reads | None = None
+    signature: int = 0
+    refused: str | None = None
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def fails(self, error: BaseException) -> str:
+        """Notes that a rollout has failed; returns why."""
+        reason = _reason(error)
+        if isinstance(error, Unserved | Refused) and not isinstance(error, _Draws):
+            self.refused = reason if self.unserved is None or isinstance(error, Differs) else self.unserved
+            return self.refused
+        self.failures[reason] += 1
+        if self.failures[reason] >= _FAILURES:
+            self.refused = reason
+        self._begins_anew()
+        return reason
+
+    def attends_itself(self, error: BaseException) -> None:
+        """Notes that a packed row has failed, so that the model's own code is to attend. All else is found out anew."""
+        self._begins_anew()
+        self.masked, self.unserved = True, str(error) if isinstance(error, Unserved) else None
+
+    def _begins_anew(self) -> None:
+        self.uses, self.norms, self.steps, self.paces, self.tried, self.reads = None, {}, {}, {}, set(), None
+        self.masked, self.unserved = False, None
 
 
 class Engine:
@@ -93,13 +142,12 @@ class Engine:
         self._fewer: dict[int, Step] = {}  # steps of the first rows
         self._step_key: Any = None
         self._state: ModelState | None = None  # the model's when the step was captured, or is to be
+        self._around: Any = None  # the surroundings at that time
+        self._states: list[Known] = []  # the latest last
         self._known = Known()
         self._copies = Weights()
-        self._tried: set[Any] = set()
-        self._refused: str | None = None
         self._moves = False  # whether the weights are at other addresses in each rollout
-        self._masked = False  # whether the model's own code attends
-        self._unserved: str | None = None  # why it has to
+        self._turn, self._counting, self._running = threading.Lock(), threading.Lock(), 0
         self.rollouts = self.tokens = 0
         self.seconds = self.capturing = 0.0
         self.reasons: Counter[str] = Counter()
@@ -134,12 +182,33 @@ class Engine:
         self._fewer = {}
         self._copies = Weights()
 
+    def declined(self, reason: str) -> None:
+        """Counts a call that `generate` serves."""
+        with self._counting:
+            self.reasons[reason] += 1
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside the `with` block no other thread makes a rollout; a thread that comes meanwhile waits.
+
+        Raises:
+            Refused: this thread makes a rollout already, whose code has called `generate`.
+        """
+        if self._running == threading.get_ident():
+            raise Refused("its own code generates while it generates")
+        with self._turn:
+            self._running = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._running = 0
+
     # -- one rollout -------------------------------------------------------------------------------------------------
 
     def run(
         self, model: Any, rollout: Rollout, moves: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Generates, without gradients.
+        """Generates, without gradients. It is called inside of `alone`.
 
         Args:
             model: the model.
@@ -150,36 +219,76 @@ class Engine:
             tokens [B, N], their number in each row [B], and their log-probabilities [B, N] or None.
 
         Raises:
-            Refused: it cannot be done for this model, or its results differ from those of the model's own code.
+            Refused: it cannot be done for this model in this state, or its results differ from those of the model's own
+                code.
         """
-        if self._refused is not None:
-            raise Refused(self._refused)
         begun = time.perf_counter()
         where = next(model.parameters()).device
-        self._moves = moves
-        random = random_state(where)
+        if (reason := self.why_refused(model, moves)) is not None:
+            raise Refused(reason)
+        self._prepare(model, where)
+        generators, put_back = Generators(where), remembered(model)
         while True:
             try:
                 with torch.no_grad():
                     found = self._run(model, rollout, where)
                 break
             except (Unserved, Refused, *PROBE_ERRORS) as error:
-                self._tried.clear()  # the comparison may not have come to its end
+                self._known.tried.clear()  # the comparison may not have come to its end
                 self.forget()
-                set_random_state(where, random)
+                put_back()
+                generators.set_back()
                 if device.is_out_of_memory(error):  # a shorter rollout may fit
                     raise Refused("its caches do not fit into the device's memory") from error
-                if isinstance(error, Refused) or self._masked:
-                    kept = None if isinstance(error, Differs) else self._unserved
-                    self._refused = kept or _reason(error)
-                    raise Refused(self._refused) from error
+                if isinstance(error, Refused) or self._known.masked:
+                    raise Refused(self._known.fails(error) + _of_weights(model)) from error
                 # Its own code may attend with a mask of each row, if it takes no packed one.
-                self._masked, self._known = True, Known()
-                self._unserved = str(error) if isinstance(error, Unserved) else None
+                self._known.attends_itself(error)
+                self._prepare(model, where)
+            except BaseException:  # somebody stops it (Ctrl-C, a timeout): the next rollout begins anew
+                self._known.tried.clear()
+                self.forget()
+                put_back()
+                raise
         self.seconds += time.perf_counter() - begun
         self.rollouts += 1
         self._give_back()
         return found
+
+    def why_refused(self, model: Any, moves: bool) -> str | None:
+        """Looks at the model's state; returns why no rollout is made in it, or None."""
+        self._moves = moves
+        where = next(model.parameters()).device
+        states = [self._state, *(step.state for step in (self._step, *self._fewer.values()) if step is not None)]
+        if self._around != _surroundings(where) or not all(s is not None and s.holds(model) for s in states):
+            self._look_at(model, where)
+        return None if self._known.refused is None else self._known.refused + _of_weights(model)
+
+    def _look_at(self, model: Any, where: torch.device) -> None:
+        """Takes the model as it is now."""
+        self.forget()
+        self._around = _surroundings(where)
+        for known in reversed(self._states):
+            state = ModelState(model, self._moves, known.reads)
+            if hash((state.signature(), self._around)) == known.signature:
+                self._states.remove(known)
+                break
+        else:
+            state, known = ModelState(model, self._moves), Known()
+            known.signature = hash((state.signature(), self._around))
+            known.refused = trace_of_all(model)
+        self._state, self._known = state, known
+        self._states = [*self._states, known][-_STATES:]
+
+    def _prepare(self, model: Any, where: torch.device) -> None:
+        """Lets the model attend by segments, unless its own code attends."""
+        changes = len(self._undo)
+        if not self._known.masked:
+            attend_by_segments(model, "", self._undo)
+        if self._state is None or len(self._undo) != changes:
+            masked, unserved = self._known.masked, self._known.unserved
+            self._look_at(model, where)
+            self._known.masked, self._known.unserved = masked, unserved
 
     def _give_back(self) -> None:
         """Keeps the step only if that is asked for, and memory has room for it."""
@@ -192,16 +301,9 @@ class Engine:
         step = self._step
         if step is not None:
             fits = step.length >= longest and step.rows.out.shape[1] >= rollout.most
-            same = self._state is not None and self._state.holds(model)
-            if not (fits and same and self._step_key == _key(rollout, where)):
-                self.forget()
+            if not (fits and self._step_key == _key(rollout, where)):
+                self._look_at(model, where)
         if self._step is None:
-            if not self._masked:
-                attend_by_segments(model, "", self._undo)
-            self._state = ModelState(model, self._moves)
-            signature = hash((self._state.signature(), _autocasts_to(where)))
-            if self._known.signature != signature:
-                self._known = Known(signature)
             if self._known.uses is not None:
                 self._copies.make(model, self._known.uses, free_bytes(where, 4))
         else:
@@ -213,13 +315,13 @@ class Engine:
     ) -> torch.Tensor:
         """Computes different prompts as one packed row (one by one where layers have states, or the model's own code
         attends), whose keys and values the cache gets; returns the logits after each."""
-        if (cache.has_states or self._masked) and len(prompts) > 1:
+        if (cache.has_states or self._known.masked) and len(prompts) > 1:
             return torch.cat([self.prefill(model, cache, [prompt], where) for prompt in prompts])
         lengths = [len(prompt) for prompt in prompts]
         ids = np.concatenate([np.asarray(prompt) for prompt in prompts])
         positions = np.concatenate([np.arange(n) for n in lengths])
         last = uploaded(np.cumsum(lengths) - 1, where)
-        packing = None if self._masked else self._packing(model, Segments.make(lengths, where), len(ids))
+        packing = None if self._known.masked else self._packing(model, Segments.make(lengths, where), len(ids))
         given: dict[str, Any] = {
             "input_ids": uploaded(ids, where).unsqueeze(0), "position_ids": uploaded(positions, where).unsqueeze(0),
         }  # fmt: skip
@@ -231,9 +333,12 @@ class Engine:
             given = of_own_code(given, torch.ones_like(given["input_ids"]), names)
         row = contextlib.nullcontext() if packing is None else packed_row(packing)
         looking = None if self._copies.uses is not None else self._copies.looking(model)
+        generators = Generators(where)
         with row, self._copies.on(), looking or contextlib.nullcontext():
             out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
         if looking is not None:
+            if (drawn_from := generators.drawn_from()) is not None:
+                raise _Draws(f"its code draws from {drawn_from} generator of random numbers")
             self._known.uses = self._copies.uses
             assert self._known.uses is not None
             self._copies.make(model, self._known.uses, free_bytes(where, 4))
@@ -261,15 +366,18 @@ class Engine:
     def _captured(self, model: Any, cache: RolloutCache, state: Rows, rollout: Rollout, length: int) -> Step:
         begun = time.perf_counter()
         where, known = state.token.device, self._known
-        kind_of = MaskedDecoding if self._masked else Decoding
+        kind_of = MaskedDecoding if self._known.masked else Decoding
         packing = self._packing(model, Segments.make([1], where), 1)
         decoding = kind_of(packing.by, packing.named, length, self._backend)
         kind = self._step_key, len(state.alive), length, rollout.most
         changed = known.steps.pop(kind, None)
         step = Step(
-            model, cache, state, rollout.sampling, decoding, self._copies, length, changed=changed, norms=known.norms
-        )
+            model, cache, state, rollout.sampling, decoding, self._copies, length, changed=changed, norms=known.norms,
+            moves=self._moves, known=None if known.reads is None else self._state,
+        )  # fmt: skip
         known.steps[kind] = step.changed
+        known.reads = step.state.reads
+        known.signature = hash((step.state.signature(), self._around))
         seconds = time.perf_counter() - begun
         if changed is not None:
             known.capturing = seconds
@@ -289,7 +397,7 @@ class Engine:
             left: the number that they may make.
         """
         fewer = max(_FEWEST, 1 << max(going_on - 1, 0).bit_length())
-        if self._masked or 2 * fewer > rows:
+        if self._known.masked or 2 * fewer > rows:
             return None
         if fewer in self._fewer:
             return fewer
@@ -324,21 +432,16 @@ class Engine:
 
         Code of the model's own that attends may go by the number of places, so each number is compared; and so is each
         step of `fewer` rows."""
-        places = self._step.length if self._masked and self._step is not None else None
+        places = self._step.length if self._known.masked and self._step is not None else None
         key = type(model), rollout.sampling.draws, places, fewer
-        known = key in self._tried
-        self._tried.add(key)
+        known = key in self._known.tried
+        self._known.tried.add(key)
         return known
-
-    @property
-    def refused(self) -> str | None:
-        """Why it makes no rollout of this model any more, or None."""
-        return self._refused
 
     @property
     def masked(self) -> bool:
         """Whether the model's own code attends."""
-        return self._masked
+        return self._known.masked
 
     @property
     def step(self) -> Step | None:
@@ -353,9 +456,21 @@ def _reason(error: BaseException) -> str:
     return f"its decode step raises {type(error).__name__}: {one_line(error, 120)}"
 
 
+def _of_weights(model: nn.Module) -> str:
+    """Returns a remark for a reason, if weights are of another class than torch's own."""
+    kind = next((type(p).__name__ for p in model.parameters() if type(p) not in PLAIN), None)
+    return "" if kind is None else f" (some of its weights are quantised: {kind})"
+
+
 def _key(rollout: Rollout, where: torch.device) -> Any:
-    s, cast = rollout.sampling, _autocasts_to(where)
-    return len(rollout.prompts), s.draws, tuple(s.key), s.eos, s.pad, s.tail, s.ids, rollout.logprobs, cast
+    s = rollout.sampling
+    asked = s.draws, tuple(s.key), s.eos, s.pad, s.tail, s.ids, rollout.logprobs
+    return len(rollout.prompts), *asked, _surroundings(where)
+
+
+def _surroundings(where: torch.device) -> Any:
+    """Returns what decides, beside the model, which operators a step has."""
+    return _autocasts_to(where), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 
 def _autocasts_to(where: torch.device) -> torch.dtype | None:
@@ -378,14 +493,3 @@ def free_bytes(where: torch.device, parts: int) -> int | None:
     module = torch.get_device_module(where)
     free = module.mem_get_info(where)[0] + module.memory_reserved(where) - module.memory_allocated(where)
     return int(free) // parts
-
-
-def random_state(where: torch.device) -> torch.Tensor:
-    return torch.get_rng_state() if where.type == "cpu" else torch.get_device_module(where).get_rng_state(where)
-
-
-def set_random_state(where: torch.device, state: torch.Tensor) -> None:
-    if where.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(where).set_rng_state(state, where)

@@ -136,6 +136,7 @@ def sampling_of(
     made = Sampling(bool(config.do_sample))
     most = None
     for each in criteria:
+        _check_code(each)
         if type(each) is generation.MaxLengthCriteria:
             most = each.max_length - width if most is None else min(most, each.max_length - width)
         elif type(each) is generation.EosTokenCriteria:
@@ -149,8 +150,17 @@ def sampling_of(
     if made.eos and pad is None:
         raise Refused("there is no padding id to follow the end of a row")
     for each in processors:
+        _check_code(each)
         _add(made, each, width, lengths, vocabulary, device)
     return made, most
+
+
+def _check_code(each: Any) -> None:
+    """Raises Refused if a class of transformers has been given another `__call__`."""
+    kind = type(each)
+    home = getattr(kind.__call__, "__globals__", {}).get("__name__")
+    if kind.__module__.startswith("transformers.") and home != kind.__module__:
+        raise Refused(f"other code is the __call__ of {kind.__name__}")
 
 
 def _add(made: Sampling, each: Any, width: int, lengths: Sequence[int], vocabulary: int, device: torch.device) -> None:

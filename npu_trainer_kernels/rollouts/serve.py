@@ -7,28 +7,32 @@ assisted decoding and whatever else has a loop of its own are not touched.
 
 from __future__ import annotations
 
+import contextvars
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from .. import device
 from ..capture import Refused, recording_now
 from ..options import check_rollouts
 from ..patching import NpuKernels
-from ..patching.classes import GLOBAL_HOOKS, derived
+from ..patching.classes import derived
 from ..patching.head import causal_lm
 from ..support.foreign import CACHES
 from ..support.switch import check_switch
+from .generators import Generators
+from .other_code import has_own_loop, other_code
+from .outputs import given_cache, notes_new_caches, output_of
 from .ranks import all_agree, gathered, is_shared, why_not_gathered
 from .rollout_cache import states_of
-from .rollout_engine import Engine, random_state, set_random_state
+from .rollout_engine import Engine
 from .sampling import sampling_of
 from .turns import Rollout
 
@@ -41,6 +45,24 @@ _KNOWN = (*CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_kee
 _RETURNS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 
+@dataclass
+class _Asked:
+    """What `completions` asks of the rollout that `generate` makes for it on this thread.
+
+    Attributes:
+        logprobs: whether log-probabilities are asked for.
+        made: how many tokens each row has made [B], and their log-probabilities; None: there was no rollout.
+        reason: why there was none.
+    """
+
+    logprobs: bool
+    made: Any = None
+    reason: str = "its generation has a loop of its own"
+
+
+_asked: contextvars.ContextVar[_Asked | None] = contextvars.ContextVar("npu_kernels_completions", default=None)
+
+
 class Rollouts:
     """What generates for a model, and the time that `generate`'s loops took.
 
@@ -48,15 +70,11 @@ class Rollouts:
         engine: what generates by captured steps.
         always: whether it does so on any device and for short completions, too.
         seconds: the time spent in the sampling loop, by whatever code.
-        logprobs: whether `completions` asks for log-probabilities.
-        last: for `completions`, how many tokens each row has made [B], and their log-probabilities.
     """
 
     def __init__(self, engine: Engine, always: bool) -> None:
         self.engine, self.always = engine, always
         self.seconds = self._asked_at = 0.0
-        self.logprobs = False
-        self.last: Any = None
 
     def __deepcopy__(self, memo: object) -> Rollouts:
         return self
@@ -132,6 +150,8 @@ def _serve(
         return found
     if getattr(inner.config, "is_encoder_decoder", False):
         return "completions are generated as before: the model is an encoder-decoder"
+    if has_own_loop(type(inner)):
+        return "completions are generated as before: the model's class has a sampling loop of its own"
     where = next(inner.parameters()).device
     if mode == "auto" and not device.captures_unasked(where):
         if where.type in ("cpu", "meta"):
@@ -140,7 +160,11 @@ def _serve(
     undo = kernels.undo
     rollouts = Rollouts(Engine(inner, undo, kernels.backend, most_rows, keep), mode == "on")
     undo.add(rollouts.engine.forget)
-    undo.set_class(inner, derived(type(inner), {"_sample": _loop(loop, rollouts, weakref.ref(model)), _BY: rollouts}))
+    kind: Any = type(inner)
+    undo.set_class(inner, derived(kind, {
+        "_sample": _loop(loop, rollouts, weakref.ref(model)), _BY: rollouts,
+        "_prepare_cache_for_generation": notes_new_caches(kind._prepare_cache_for_generation),
+    }))  # fmt: skip
     return rollouts
 
 
@@ -150,11 +174,11 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts, outer: weakref.ref[n
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         begun = time.perf_counter()
-        engine = rollouts.engine
+        engine, asked = rollouts.engine, _asked.get()
         outermost = outer() or self
         shared = is_shared(outermost)
 
-        def asked() -> Rollout:
+        def wanted() -> Rollout:
             reason = _aside(self, shared, input_ids, generation_config, synced_gpus, streamer, model_kwargs)
             if reason is not None:
                 raise Refused(reason)
@@ -166,19 +190,25 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts, outer: weakref.ref[n
             )  # fmt: skip
             if not rollouts.always and most < _LEAST:
                 raise Refused(f"fewer than {_LEAST} tokens are asked for")
-            return Rollout(prompts, most, sampling, rollouts.logprobs)
+            return Rollout(prompts, most, sampling, asked is not None and asked.logprobs)
+
+        def generated() -> Any:
+            run = _of_all_ranks if shared else _of_this_process
+            tokens, *made = run(self, outermost, engine, wanted)
+            if asked is not None:
+                asked.made = made
+            sequences = torch.cat((input_ids, tokens.to(input_ids.device)), 1)
+            return output_of(self, sequences, model_kwargs, generation_config)
 
         try:
             if engine.serves(self) and not recording_now() and not torch.compiler.is_compiling():
                 try:
-                    run = _of_all_ranks if shared else _of_this_process
-                    tokens, *rollouts.last = run(self, outermost, engine, asked)
-                    sequences = torch.cat((input_ids, tokens.to(input_ids.device)), 1)
-                    if generation_config.return_dict_in_generate:
-                        return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
-                    return sequences
+                    with engine.alone():
+                        return generated()
                 except Refused as error:
-                    engine.reasons[str(error)] += 1
+                    engine.declined(str(error))
+                    if asked is not None:
+                        asked.reason = str(error)
             return original(
                 self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                 generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
@@ -200,11 +230,11 @@ def _of_all_ranks(model: Any, outer: nn.Module, engine: Engine, asked: Callable[
         Refused: this rank or another one cannot; then every rank raises it.
     """
     where = next(model.parameters()).device
-    random = random_state(where)
+    generators = Generators(where)
     found, refused = None, None
     try:
         rollout = asked()
-        if (reason := engine.refused or why_not_gathered(outer, where)) is not None:
+        if (reason := engine.why_refused(model, True) or why_not_gathered(outer, where)) is not None:
             raise Refused(reason)
     except Refused as error:
         refused = error
@@ -216,7 +246,7 @@ def _of_all_ranks(model: Any, outer: nn.Module, engine: Engine, asked: Callable[
         except Refused as error:
             refused = error
     if not all_agree(refused is None, where):
-        set_random_state(where, random)
+        generators.set_back()
         raise refused or Refused("another rank cannot")
     return found
 
@@ -235,11 +265,11 @@ def _aside(
     other = next((name for name, value in given.items() if value not in (None, {}) and name not in _KNOWN), None)
     if other is not None:
         return f"it is given {other}"
-    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    cache = given_cache(given)
     if cache is not None and (type(cache) is not DynamicCache or any(map(states_of, cache.layers))):
         return f"it is given a cache ({type(cache).__name__})"
-    if any(GLOBAL_HOOKS):
-        return "other code has hooked every module"
+    if (reason := other_code(model, shared)) is not None:
+        return reason
     if torch.is_inference_mode_enabled():
         return "inference mode is on"
     if not shared and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -254,7 +284,9 @@ def _prompts(ids: torch.Tensor, given: dict[str, Any]) -> list[tuple[int, ...]]:
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if ids.dim() != 2 or not ids.shape[1]:
         raise Refused("its prompts are no ids")
-    parts = [ids, torch.ones_like(ids) if mask is None else mask.to(ids.device)]
+    if mask is not None and mask.shape != ids.shape:
+        raise Refused(f"its attention mask has the shape {list(mask.shape)}")
+    parts = [ids, torch.ones_like(ids) if mask is None else (mask != 0).to(ids.device)]
     if positions is not None:
         if positions.shape != ids.shape:
             raise Refused(f"its position ids have the shape {list(positions.shape)}")
@@ -263,6 +295,8 @@ def _prompts(ids: torch.Tensor, given: dict[str, Any]) -> list[tuple[int, ...]]:
     alive = read[1] != 0
     if not alive[:, -1].all():
         raise Refused("its prompts are padded on the right")
+    if (alive[:, :-1] & ~alive[:, 1:]).any():
+        raise Refused("its attention mask has gaps, which windows and biases by position count")
     counted = alive.cumsum(1) - 1
     if positions is not None and not (read[2] == counted)[alive].all():
         raise Refused("its position ids do not count its tokens")
@@ -299,16 +333,15 @@ def completions(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    rollouts.logprobs, rollouts.last = logprobs, None
-    reasons = rollouts.engine.reasons.copy()
+    asked = _Asked(logprobs)
+    token = _asked.set(asked)
     try:
         tokens = inner.generate(ids.to(where), attention_mask=mask.to(where), generation_config=generation_config)
-        if rollouts.last is None:
-            (reason,) = rollouts.engine.reasons - reasons or ("its generation has a loop of its own",)
-            raise ValueError(f"completions cannot be generated by captured steps: {reason}")
-        made, found = rollouts.last
     finally:
-        rollouts.logprobs, rollouts.last = False, None
+        _asked.reset(token)
+    if asked.made is None:
+        raise ValueError(f"completions cannot be generated by captured steps: {asked.reason}")
+    made, found = asked.made
     counts = made.tolist()
     rows = [row[:n] for row, n in zip(tokens[:, width:].tolist(), counts, strict=True)]
     return rows, None if found is None else [row[:n] for row, n in zip(found.tolist(), counts, strict=True)]

@@ -17,6 +17,7 @@ import torch
 
 from ..ops.attention import uploaded
 from .decode import Rows, Step
+from .generators import Draws
 from .logits_trial import Differs, differs
 from .rollout_cache import Places, RolloutCache
 from .sampling import Sampling
@@ -108,6 +109,8 @@ class Turns:
         self._order = np.zeros(0, dtype=np.int64)  # for each place, which noise is its row's
         self._ordered: torch.Tensor | None = None
         self._out: torch.Tensor | None = None
+        self._draws = Draws(where, 4 * _LOOKS)
+        self._began: dict[int, int] = {}  # for each row, the number of draws before its first token
 
     def all(self) -> Any:
         """Generates all rows; returns as `Engine.run`."""
@@ -167,6 +170,7 @@ class Turns:
         assert self._out is not None
         made = self._made.cpu().numpy()
         width = int(made.max())
+        self._draws.go_back_to(max(self._began[row] + n for row, n in enumerate(made.tolist())))
         engine.tokens += int(made.sum())
         out = torch.where(
             torch.arange(width, device=self._where) < self._made[:, None], self._out[:, :width], sampling.pad
@@ -177,7 +181,10 @@ class Turns:
         """Makes one token of each row; returns the logits."""
         step = self._engine.step
         assert step is not None
-        return step.replay() if self._fewer is None else self._fewer.replay(step.rows.noise, self._ordered)
+        logits = step.replay() if self._fewer is None else self._fewer.replay(step.rows.noise, self._ordered)
+        if step.rows.noise is not None:
+            self._draws.made_one()
+        return logits
 
     def _go_on_with(self, fewer: int, alive: np.ndarray) -> Rows:
         """Moves the rows that go on to the first places; returns the state of these, of which the step is then made.
@@ -258,8 +265,10 @@ class Turns:
         self._begin(step.rows, begun)
         active = np.zeros(len(step.rows.alive), dtype=bool)
         active[[place for place, _ in begun]] = True
+        self._began.update((row, self._draws.count) for _, row in begun)
         if step.rows.noise is not None:
             step.rows.noise.exponential_()
+            self._draws.made_one()
         step.rows.choose(logits, uploaded(active, where), rollout.sampling)
         return logits
 

@@ -7,11 +7,16 @@ rows takes as long as its launch: they become one product, whose columns are tak
 
 Which weights these are is seen in one forward of the model, whatever its modules are. It is known from then on, until
 something of the model changes.
+
+Weights of another class than torch's own (quantised ones) are used as they are: what their class does with a cast or a
+copy is its own matter. Copies stand for weights on the thread of the rollout alone; other threads may train or evaluate
+the same model meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +26,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..patching.patch import PLAIN
 
 __all__ = ["Weights"]
 
@@ -45,14 +52,14 @@ class _Uses(TorchDispatchMode):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._known = {_place(p) for p in parameters if p.dtype is torch.float32 and p.numel()}
+        self._known = {_place(p) for p in parameters if type(p) in PLAIN and p.dtype is torch.float32 and p.numel()}
         self.cast: dict[tuple[int, int], torch.dtype] = {}
         self.used: set[tuple[int, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for each in args:
-            if not isinstance(each, torch.Tensor) or each.dtype is not torch.float32:
+            if type(each) not in PLAIN or each.dtype is not torch.float32:
                 continue
             if (at := _place(each)) in self._known:
                 name, kind = func._schema.name, each.device.type
@@ -64,10 +71,11 @@ class _Uses(TorchDispatchMode):
 
 
 def _plain_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Returns the input and the weight of a call of `linear` without a bias, or None."""
+    """Returns the input and the weight of a call of `linear` without a bias, or None; None also for a weight of a class
+    that is not torch's own."""
     if kwargs or len(args) < 2 or (len(args) > 2 and args[2] is not None):
         return None
-    return (args[0], args[1]) if isinstance(args[1], nn.Parameter) else None
+    return (args[0], args[1]) if isinstance(args[1], nn.Parameter) and type(args[1]) in PLAIN else None
 
 
 class _Products(TorchFunctionMode):
@@ -123,6 +131,25 @@ class _Joined(TorchFunctionMode):
         return known[2][place]
 
 
+class _Shown(dict[str, Any]):
+    """The parameters of a module. On the thread that has made it some names stand for copies.
+
+    Attributes:
+        own: the module's own dict.
+    """
+
+    def __init__(self, own: dict[str, Any], copies: dict[str, nn.Parameter]) -> None:
+        super().__init__(own)
+        self.own, self._copies, self._thread = own, copies, threading.get_ident()
+
+    def __getitem__(self, name: str) -> Any:
+        here = name in self._copies and threading.get_ident() == self._thread
+        return self._copies[name] if here else super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 (it is `get`)
+
+
 @dataclass(frozen=True)
 class WeightUses:
     """How a forward uses a model's weights, which are named by their `id`.
@@ -147,7 +174,7 @@ class Weights:
 
     def __init__(self) -> None:
         self.uses: WeightUses | None = None
-        self._copies: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self._copies: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._sides: dict[int, tuple[_Side, int]] = {}
 
     @contextlib.contextmanager
@@ -161,7 +188,8 @@ class Weights:
                 yield
         finally:
             torch.set_autocast_cache_enabled(cached)
-        cast = {id(p): (uses.cast[at], at in uses.used) for p in model.parameters() if (at := _place(p)) in uses.cast}
+        plain = [p for p in model.parameters() if type(p) in PLAIN]
+        cast = {id(p): (uses.cast[at], at in uses.used) for p in plain if (at := _place(p)) in uses.cast}
         self.uses = WeightUses(
             {known: dtype for known, (dtype, _) in cast.items()},
             frozenset(known for known, (_, read) in cast.items() if read),
@@ -207,7 +235,7 @@ class Weights:
                 if id(weight) not in made:
                     copied = torch.empty_like(weight, dtype=dtype_of(weight))
                     made[id(weight)] = nn.Parameter(copied, requires_grad=False)
-                self._copies.append((module._parameters, name, weight, made[id(weight)]))
+                self._copies.append((module, name, weight, made[id(weight)]))
         self.fill()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -229,12 +257,23 @@ class Weights:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Inside the `with` block the copies stand for the weights."""
-        for where, name, _, copied in self._copies:
-            where[name] = copied
+        """Inside the `with` block the copies stand for the weights on this thread."""
+        copies: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        for module, name, _, copied in self._copies:
+            copies.setdefault(module, {})[name] = copied
+        before = {module: _own(module) for module in copies}
+        for module, each in copies.items():
+            vars(module)["_parameters"] = _Shown(before[module], each)
         try:
             with _Joined(self._sides):
                 yield
         finally:
-            for where, name, p, _ in self._copies:
-                where[name] = p
+            for module, own in before.items():
+                vars(module)["_parameters"] = own
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's own dict of parameters, also while a rollout on another thread shows copies."""
+    found: Any = vars(module)["_parameters"]
+    own: dict[str, Any] = found.own if isinstance(found, _Shown) else found
+    return own

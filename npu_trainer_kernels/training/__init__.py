@@ -13,7 +13,7 @@
 from . import warmup
 from .distillation import rehearsal, serve_divergence
 from .exchange import agreed
-from .grpo_groups import Arranger, stays_on_rank, stays_shuffled
+from .grpo_groups import Arranger, never_arranged, stays_on_rank, stays_shuffled
 from .grpo_plan import Planner, is_grpo
 from .held_models import held_models
 from .loss_filter import LossFilter
@@ -23,5 +23,5 @@ from .step_times import StepTimes
 
 __all__ = [
     "Arranger", "LossFilter", "Planner", "Repeats", "StepTimes", "agreed", "differing_seeds", "held_models", "is_grpo",
-    "rehearsal", "serve_divergence", "stays_on_rank", "stays_shuffled", "warmup",
+    "never_arranged", "rehearsal", "serve_divergence", "stays_on_rank", "stays_shuffled", "warmup",
 ]  # fmt: skip

@@ -17,11 +17,16 @@ loss l_it of a token:
 
 Data-parallel ranks (DDP, FSDP, ZeRO) average their gradients. With the same B and A on each of the R ranks, and an N
 that TRL counts over all of them, the sums over ranks do not change either when rows change ranks.
+
+TRL reads its options at every micro-batch, and callbacks change them while training goes on. So both conditions are
+asked again for each generation batch, and for each step: where one does not hold, the step gets the rows that TRL has
+shuffled into it.
 """
 
 import functools
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +36,10 @@ from accelerate.utils import DistributedType
 
 from ..patching.undo import Undo
 from .balance import Row, arranged, imbalance, live
-from .exchange import Holding, exchanged, holdings, stays_here
-from .grpo_plan import TRL_MODULE
+from .exchange import Holding, agreed, exchanged, holdings, stays_here
+from .grpo_plan import TRL_MODULE, loss_options
 
-__all__ = ["Arranger", "stays_on_rank", "stays_shuffled"]
+__all__ = ["Arranger", "compares_rows", "never_arranged", "stays_on_rank", "stays_shuffled"]
 
 _ROWS_ALONE = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
 # Here ranks may share more than data.
@@ -47,21 +52,26 @@ def _same_step(trainer: Any) -> int:
     return math.gcd(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation)
 
 
+_LOSS_METHODS = (
+    "_compute_loss", "compute_loss", "_get_per_token_logps_and_entropies", "_prepare_inputs", "training_step",
+)  # fmt: skip
+"""The methods of TRL's trainer by which a loss and its rows are made."""
+
+
 def stays_shuffled(trainer: Any, across: bool) -> str | None:
     """Returns why an optimizer step of TRL's GRPOTrainer depends on which rows share a micro-batch, or None. `across`:
-    whether rows may change ranks, which leaves them in their step.
+    whether rows may change ranks, which leaves them in their step."""
+    return never_arranged(trainer, across) or compares_rows(trainer)
+
+
+def never_arranged(trainer: Any, across: bool) -> str | None:
+    """Returns why no generation batch of this training can be arranged, or None.
 
     Called when training begins, at the first micro-batch of a window of accumulation. An epoch has a whole number of
     generation batches, so the windows after a short one begin where a generation batch does.
     """
     args, trl = trainer.args, sys.modules[TRL_MODULE].GRPOTrainer
-    for name in (
-        "_compute_loss",
-        "compute_loss",
-        "_get_per_token_logps_and_entropies",
-        "_prepare_inputs",
-        "training_step",
-    ):
+    for name in _LOSS_METHODS:
         # Other code may have replaced a method on the trainer or on TRL's class. A replacement that states that it
         # wraps TRL's (functools.wraps) is taken for an observer.
         method = vars(trainer).get(name, getattr(trl, name))
@@ -75,6 +85,11 @@ def stays_shuffled(trainer: Any, across: bool) -> str | None:
         return f"an optimizer step takes {window} micro-batches of the {slices} that are generated at a time"
     if trainer._step % _same_step(trainer):
         return f"training goes on with micro-batch {trainer._step % slices + 1} of the {slices} generated at a time"
+    return None
+
+
+def compares_rows(trainer: Any) -> str | None:
+    """Returns why the loss of a micro-batch, by the options that TRL reads for it, is no sum over its rows, or None."""
     if trainer.loss_type not in _ROWS_ALONE:
         return f"loss_type={trainer.loss_type!r} divides by the tokens of a micro-batch"
     if trainer._entropy_bonus_enabled:
@@ -120,20 +135,29 @@ def _rows(batch: dict[str, Any]) -> list[Row]:
 
 @dataclass
 class Arranger:
-    """Arranges the generation batches of a trainer for which `stays_shuffled` returns None.
+    """Arranges the generation batches of a trainer for which `never_arranged` returns None, while `compares_rows`
+    returns None too. TRL's own list of micro-batches stays as TRL has made it.
 
     Attributes:
         trainer: the trainer.
         balance: whether lengths are balanced; otherwise the rows of a prompt are put together, prompt by prompt in the
             order of TRL's shuffling.
         across: whether rows may change ranks; all ranks agree on it.
-        note: called with the reason why rows stay on their rank.
+        note: called with the reason why rows stay on their rank, or in the micro-batches of TRL's.
+        draws: returns whether training draws random numbers for each token, so that no prompt is shared.
+        stays: why the rows of the running step are those of TRL's, or None.
     """
 
     trainer: Any
     balance: bool
     across: bool
     note: Callable[[str], None]
+    draws: Callable[[], bool] = lambda: False
+    stays: str | None = None
+    _shuffled: Any = None  # TRL's list of micro-batches, and the same rows arranged, or None
+    _arranged: list[dict[str, Any]] | None = None
+    _options: Any = None  # those of the running step
+    _beginning: Any = None  # what must stay for the whole training
 
     def start(self, undo: Undo) -> None:
         """Arranges the trainer's micro-batches from now on."""
@@ -142,12 +166,58 @@ class Arranger:
 
     def _prepared(self, prepare: Callable[[Any], Any], batch: Any) -> Any:
         trainer = self.trainer
-        before = trainer._buffered_inputs
         inputs = prepare(batch)
-        if trainer._buffered_inputs is before:
+        shuffled = trainer._buffered_inputs
+        if not trainer.model.training or not shuffled:  # evaluation buffers nothing
             return inputs
-        trainer._buffered_inputs = self.arrange(trainer._buffered_inputs)
-        return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
+        if self._beginning is None:
+            self._beginning = self._lasting()
+        begins = trainer._step % self._beginning[0] == 0
+        if shuffled is not self._shuffled:
+            self._shuffled, self._arranged, self.stays = shuffled, None, self._asked()
+            if self.stays is None:
+                self._arranged = self.arrange(shuffled)
+        elif begins:
+            self.stays = self._asked()
+        if begins:
+            self._options = loss_options(trainer)
+        if self._arranged is None or self.stays is not None:
+            return inputs
+        self._look_within_a_step()
+        return self._arranged[trainer._step % trainer.args.steps_per_generation]
+
+    def _lasting(self) -> tuple[Any, ...]:
+        """Returns the sizes of steps, and the methods of the loss as they are while this package trains."""
+        args, own = self.trainer.args, vars(self.trainer)
+        methods = [(own.get(name), getattr(type(self.trainer), name)) for name in _LOSS_METHODS]
+        return _same_step(self.trainer), args.gradient_accumulation_steps, args.steps_per_generation, methods
+
+    def _asked(self) -> str | None:
+        """Returns why the rows of the coming step stay as TRL has shuffled them, or None; all ranks agree on it."""
+        reason = compares_rows(self.trainer)
+        if self._lasting() != self._beginning:
+            reason = "the sizes of steps, or the methods of the loss, have been changed since training began"
+        elif reason is None and self.draws():
+            reason = "something is dropped out"
+        if self.across:
+            reason = agreed(reason)
+        if reason is not None and reason != self.stays:
+            step = self.trainer.state.global_step + 1
+            self.note(f"from step {step} on the rows of a prompt stay spread over micro-batches: {reason}")
+        return reason
+
+    def _look_within_a_step(self) -> None:
+        """Warns if an option was changed between two micro-batches of a step, whose rows have been arranged."""
+        now = loss_options(self.trainer)
+        changed = [name for name, value in now.items() if value != self._options.get(name, value)]
+        if changed:
+            warnings.warn(
+                f"GRPOTrainer: {', '.join(changed)} was changed between two micro-batches of step "
+                f"{self.trainer.state.global_step + 1}. Its rows had been arranged anew, so the rows that have got the "
+                "new value are not those of TRL's shuffling. Change options where a step begins (on_step_begin).",
+                stacklevel=2,
+            )
+            self._options = now
 
     def arrange(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the rows of a generation batch in as many micro-batches as before, each with as many rows."""

@@ -1,12 +1,13 @@
 """Plans for a batch of TRL's GRPOTrainer which gradient its loss will send back to the head.
 
 TRL's own `_compute_loss` still computes the loss, and backward compares its real gradient with the plan. A wrong or
-missing plan costs time, and a warning.
+missing plan costs time, and a warning. TRL reads its options at every micro-batch, and so does a plan.
 """
 
 import functools
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,26 @@ from ..ops.head import GIVE_UP, GrpoOptions, GrpoPlan, GrpoTokens, batch_tokens,
 from ..patching.call import Scored, use_plan
 from ..patching.undo import Undo
 
-__all__ = ["TRL_MODULE", "BatchPlan", "PlanRehearsal", "Planner", "is_grpo"]
+__all__ = ["TRL_MODULE", "BatchPlan", "PlanRehearsal", "Planner", "is_grpo", "loss_options"]
 
 TRL_MODULE = "trl.trainer.grpo_trainer"
+
+_OF_TRAINER = (
+    "loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta", "temperature",
+    "top_entropy_quantile", "off_policy_mask_threshold", "_entropy_bonus_enabled", "aux_loss_enabled",
+    "max_completion_length", "use_vllm", "vllm_importance_sampling_correction",
+)  # fmt: skip
+_OF_ARGUMENTS = (
+    "delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos",
+    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+
+
+def loss_options(trainer: Any) -> dict[str, Any]:
+    """Returns the options of a GRPOTrainer that TRL reads for the loss of each micro-batch, as they are now; some
+    versions of TRL have fewer. The coefficient of the entropy bonus is none of them: TRL changes it by itself."""
+    given = ((vars(trainer), _OF_TRAINER), (vars(trainer.args), _OF_ARGUMENTS))
+    return {name: options[name] for options, names in given for name in names if name in options}
 
 
 def is_grpo(trainer: Any) -> bool:
@@ -34,19 +52,23 @@ class Planner:
 
     Attributes:
         trainer: the trainer.
-        off: why batches are not planned, or None.
+        off: why no batch is planned any more, or None.
+        unplanned: the numbers of batches that were not planned, by reason.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.off: str | None = self._never()
+        self.off: str | None = None
+        self.unplanned: Counter[str] = Counter()
+        if type(trainer)._compute_loss is not sys.modules[TRL_MODULE].GRPOTrainer._compute_loss:
+            self.off = f"{type(trainer).__name__} computes a loss of its own (_compute_loss)"
 
-    def _never(self) -> str | None:
-        """Returns why no batch can be planned, or None: another loss than TRL's, or one of a whole batch's
-        statistics."""
+    def why_not(self) -> str | None:
+        """Returns why the next batch is not planned, or None: a loss other than TRL's, or one of a whole batch's
+        statistics, by the options as they are now."""
         t = self.trainer
-        if type(t)._compute_loss is not sys.modules[TRL_MODULE].GRPOTrainer._compute_loss:
-            return f"{type(t).__name__} computes a loss of its own (_compute_loss)"
+        if self.off is not None:
+            return self.off
         if t.top_entropy_quantile < 1.0:
             return f"top_entropy_quantile={t.top_entropy_quantile} selects tokens by the whole batch's entropies"
         if t.off_policy_mask_threshold is not None:
@@ -62,13 +84,16 @@ class Planner:
 
     def compute_loss(self, loss: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
         """Computes TRL's loss of a batch, while the head has the batch's plan."""
-        plan = BatchPlan(self, inputs) if self.off is None and torch.is_grad_enabled() else None
+        reason = self.why_not()
+        plan = BatchPlan(self, inputs) if reason is None and torch.is_grad_enabled() else None
+        if reason is not None and torch.is_grad_enabled():
+            self.unplanned[reason] += 1
         with use_plan(plan):
             return loss(model, inputs)
 
     def rehearsal(self) -> "PlanRehearsal | None":
         """Returns the plan for a batch of fake tensors, or None."""
-        return None if self.off is not None else PlanRehearsal(self, {})
+        return None if self.why_not() is not None else PlanRehearsal(self, {})
 
     @property
     def corrects_sampler(self) -> bool:
@@ -83,9 +108,9 @@ class Planner:
 
     def describe(self) -> str:
         """Returns the options that shape the loss, for the warning."""
-        args = self.trainer.args
-        names = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta")
-        return ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
+        options = loss_options(self.trainer)
+        names = ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "delta", "beta")
+        return ", ".join(f"{name}={options[name]!r}" for name in names if name in options)
 
     def give_up(self, share: float) -> None:
         """Stops planning, with one warning."""

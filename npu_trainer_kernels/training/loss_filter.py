@@ -15,6 +15,9 @@ from ..patching.undo import Undo
 
 __all__ = ["LossFilter"]
 
+_OFF = 0
+"""The argument's value while it is off: false, and told apart from a False that other code sets in the meantime."""
+
 
 class LossFilter:
     """Filters the losses of a trainer, once started. The trainer's argument is off from the end of a micro-batch until
@@ -26,7 +29,7 @@ class LossFilter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._off = False
+        self._switched: Any = None  # the arguments whose filter is off; a callback may replace those of the trainer
 
     @staticmethod
     def applies_to(trainer: Any) -> bool:
@@ -51,13 +54,13 @@ class LossFilter:
         # The Trainer refuses a loss on another device.
         if not (trainer.args.logging_nan_inf_filter and isinstance(loss, torch.Tensor) and loss.device == total.device):
             return loss
-        trainer.args.logging_nan_inf_filter = False
-        self._off = True
+        self._switched = trainer.args
+        self._switched.logging_nan_inf_filter = _OFF
         average = total / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
         return torch.where(torch.isfinite(loss), loss, average)
 
     def ask_again(self) -> None:
         """Switches the argument on again after the Trainer has added a loss: evaluation reads it, too."""
-        if self._off:
-            self._trainer.args.logging_nan_inf_filter = True
-            self._off = False
+        if self._switched is not None and self._switched.logging_nan_inf_filter is _OFF:
+            self._switched.logging_nan_inf_filter = True
+        self._switched = None

@@ -146,11 +146,12 @@ def loss_on_support(
 
 
 def _methods_of(trainer: Any) -> list[str]:
-    """Returns the names of the methods, beside `generalized_jsd_loss`, that compute the loss of this trainer."""
+    """Returns the names of the methods, beside `generalized_jsd_loss`, that compute the loss of this trainer with any
+    values of the options that TRL reads at each micro-batch (`beta`, `loss_top_k`)."""
     given = vars(trainer)
     if given.get("teacher_client") is not None:
-        return [_COMPUTE, _SERVER_TOP_1 if given["beta"] > 0 else _SERVER_FORWARD]
-    return [_LOCAL] if given.get("loss_top_k") == 1 and given["beta"] > 0 else []
+        return [_COMPUTE, _SERVER_TOP_1, _SERVER_FORWARD]
+    return [_LOCAL] if "loss_top_k" in given else []
 
 
 def unserved(trainer: Any, base: type, name: str) -> str | None:
@@ -237,21 +238,23 @@ def _served(site: Site, trainer: Any, original: Callable[..., Any], *args: Any, 
     return of_trl(student) if found is None else found
 
 
-def _log_softmax(input: Any, dim: int | None = None, **others: Any) -> Any:
-    if _promised(input) and dim == -1 and not others:
+def _log_softmax(trainer: Any, input: Any, dim: int | None = None, **others: Any) -> Any:
+    """Returns a promise as it is for the losses of `_served`; TRL calls them while the trainer has a server."""
+    if _promised(input) and dim == -1 and not others and trainer.teacher_client is not None:
         return input
     return functional.log_softmax(input, dim, **others)
 
 
-def _with_promises(method: Any) -> Any:
+def _with_promises(trainer: Any, method: Any) -> Any:
     """Returns the same function with this `log_softmax`; a decorator around it, which TRL's profiling is, stays."""
     inside = getattr(method, "__wrapped__", None)
     if inside is None:
-        names = {**method.__globals__, "F": types.SimpleNamespace(**vars(functional) | {"log_softmax": _log_softmax})}
+        ours: Any = functools.partial(_log_softmax, trainer)
+        names = {**method.__globals__, "F": types.SimpleNamespace(**vars(functional) | {"log_softmax": ours})}
         code, cells = method.__code__, method.__closure__
     else:
         names, code = method.__globals__, method.__code__
-        ours = _with_promises(inside)
+        ours = _with_promises(trainer, inside)
         cells = tuple(types.CellType(ours) if c.cell_contents is inside else c for c in method.__closure__)
     return functools.wraps(method)(types.FunctionType(code, names, method.__name__, method.__defaults__, cells))
 
@@ -261,7 +264,7 @@ def serve_methods(trainer: Any, undo: Undo, site: Site) -> None:
     for name in _methods_of(trainer):
         method = getattr(type(trainer), name)
         if name == _COMPUTE:
-            made: Any = types.MethodType(_with_promises(method), trainer)
+            made: Any = types.MethodType(_with_promises(trainer, method), trainer)
         else:
             loss = _local if name == _LOCAL else _served
             made = functools.partial(loss, site, trainer, functools.partial(method, trainer))

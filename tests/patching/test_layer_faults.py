@@ -168,7 +168,7 @@ def test_a_layer_whose_state_changes_at_each_call() -> None:
     for _ in range(12):
         layer(torch.randn(2, 6, 4))
     assert set(made.reasons) == {
-        "a call of it changes its modules or parameters",
+        "a call of it changes Layer.calls",
         "its modules or parameters change: 4 states of it are captured",
     }
 

@@ -192,16 +192,12 @@ def _tied(model):
     model.model.layers[1].self_attn.k_proj.weight = model.model.layers[0].self_attn.k_proj.weight
 
 
-def _scaled(model):
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: 0.5 * out)
-
-
 def _other_weights(model):
     layer = model.model.layers[0].mlp
     layer.up_proj.weight = torch.nn.Parameter(2 * layer.up_proj.weight.detach())
 
 
-@pytest.mark.parametrize("change", [_tied, _scaled, _other_weights])
+@pytest.mark.parametrize("change", [_tied, _other_weights])
 def test_a_changed_model_is_looked_at_again(monkeypatch, change):
     found = _looks(monkeypatch)
     model, _, _ = served("qwen3")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from npu_trainer_kernels import completions
 from npu_trainer_kernels.rollouts import sampling as sampling_module
@@ -84,6 +84,20 @@ def test_an_unknown_processor_is_named():
     model, _, rollouts = served("llama")
     model.generate(**padded(prompts()), generation_config=greedy(3), logits_processor=LogitsProcessorList([_Own()]))
     assert list(rollouts.engine.reasons) == ["_Own processes its scores"]
+
+
+def test_a_processor_whose_code_was_replaced(monkeypatch):
+    model, _, rollouts = served("llama")
+    own, calls = TemperatureLogitsWarper.__call__, []
+
+    def counts(self, input_ids, scores):
+        calls.append(1)
+        return own(self, input_ids, scores)
+
+    monkeypatch.setattr(TemperatureLogitsWarper, "__call__", counts)
+    model.generate(**padded(prompts()), generation_config=sampled(3, temperature=0.5))
+    assert len(calls) == 3
+    assert list(rollouts.engine.reasons) == ["other code is the __call__ of TemperatureLogitsWarper"]
 
 
 def test_a_step_is_captured_anew_for_other_options():

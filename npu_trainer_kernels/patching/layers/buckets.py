@@ -6,6 +6,7 @@ that a checkpoint repeats; and calls without gradients. In each of them the numb
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ...capture import Pieces, Recorder
+from ...capture import Memory, Pieces, Recorder
 from ..patch import Site
 from .layer_state import LayerState
 
-__all__ = ["MOST_VARIANTS", "Bucket", "Captured", "Input", "Mode", "Turn", "bucket"]
+__all__ = ["MOST_VARIANTS", "NUMBERS", "Bucket", "Captured", "Input", "Mode", "Turn", "bucket"]
 
 _STEPS = 16
 """Buckets from a power of two to the next one. The step is a sixteenth of the lower one, so a bucket has between 0 and
@@ -37,6 +38,10 @@ MOST_VARIANTS = 4
 """The number of states of one layer (adapter on, adapter off) that are kept for the same arguments."""
 
 
+NUMBERS = itertools.count(1)
+"""The numbers of turns."""
+
+
 @dataclass
 class Turn:
     """One training forward of the captured layers, until its backward.
@@ -44,40 +49,53 @@ class Turn:
     Attributes:
         spot: the bucket of its layers.
         pending: the layers whose backward is to come.
-        over: whether another turn has begun, which overwrites what this one's backward reads.
+        last: the index of the layer that was replayed last; layers are replayed in the order of their capture.
+        number: what it writes to the `Memory` that it fills.
     """
 
     spot: Bucket
     pending: set[int] = field(default_factory=set)
-    over: bool = False
+    last: int = -1
+    number: int = field(default_factory=NUMBERS.__next__)
 
 
 class Input:
     """A buffer that a graph reads, and the tensor that was written to it last."""
 
-    __slots__ = ("buffer", "path", "source", "turn", "version")
+    __slots__ = ("buffer", "memory", "path", "source", "version")
 
-    def __init__(self, path: Any, buffer: torch.Tensor) -> None:
+    def __init__(self, path: Any, buffer: torch.Tensor, memory: Memory | None) -> None:
         self.path, self.buffer = path, buffer
+        self.memory = memory or Memory()
         self.source: Callable[[], torch.Tensor | None] = lambda: None
         self.version = -1
-        self.turn: Callable[[], Turn | None] = lambda: None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return self.source() is tensor and self.version == tensor._version
 
-    def load(self, tensor: torch.Tensor, turn: Turn | None) -> None:
-        if tensor.data_ptr() != self.buffer.data_ptr():
+    def is_at(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is where the buffer is."""
+        return tensor.data_ptr() == self.buffer.data_ptr()
+
+    def load(self, tensor: torch.Tensor, turn: int) -> None:
+        if not self.is_at(tensor):
             self.buffer.copy_(tensor)
+            self.memory.turn = turn
         self.source, self.version = weakref.ref(tensor), tensor._version
-        self.turn = (lambda: None) if turn is None else weakref.ref(turn)
 
 
 @dataclass
 class Captured:
     """A layer in one state, for one kind of call: its pieces, or why there are none."""
 
-    place: int
+    layer: int
+    """The `id` of the layer."""
+    memory: Memory
+    """What its graphs write to."""
+    place: int = 0
+    """How many layers were called before it in the forward in which it was called last."""
+    index: int = -1
+    """How many layers of the bucket were captured before it."""
     state: LayerState | None = None
     """None before the layer is captured for the first time."""
     calls: int = 1
@@ -98,21 +116,27 @@ class Bucket:
 
     layers: dict[Any, list[Captured]] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
-    results: set[int] = field(default_factory=set)
+    results: dict[int, Memory] = field(default_factory=dict)
     """The addresses of results that stay until their backward: the next layer reads them where they are."""
     last: int = -1
     """The place of the layer that was captured last."""
+    captured: int = 0
+    """The number of layers that were captured."""
     forward: int = 0
-    called: int = -1
-    """The place of the layer that was called last. A layer at the same or an earlier place begins another forward."""
+    called: set[int] = field(default_factory=set)
+    """The layers that were called in this forward. One that is called again begins another forward."""
     released: bool = False
+    disordered: bool = False
+    """Whether layers were called in another order than they were captured in."""
     restarts: int = 0
 
     def notes(self, one: Captured) -> None:
         """Records a call of a layer in the current forward, or in the next one if the layer begins it."""
-        if one.place <= self.called:
+        if one.layer in self.called:
             self.forward += 1
-        self.called, one.forward = one.place, self.forward
+            self.called.clear()
+        one.place, one.forward = len(self.called), self.forward
+        self.called.add(one.layer)
 
     def earlier_is_coming(self, one: Captured) -> bool:
         """Whether an earlier layer of this forward has no graphs yet, and may get some."""
@@ -131,9 +155,16 @@ class Bucket:
 
     def restart(self) -> None:
         """Discards all graphs."""
-        self.layers, self.inputs, self.results, self.last = {}, [], set(), -1
-        self.released = False
+        self.layers, self.inputs, self.results, self.last, self.captured = {}, [], {}, -1, 0
+        self.released = self.disordered = False
         self.restarts += 1
+
+    def restarts_in_order(self) -> bool:
+        """Discards all graphs if layers come in another order by now. No backward may be to come."""
+        if not self.disordered or self.restarts == _MOST_RESTARTS:
+            return False
+        self.restart()
+        return True
 
     @property
     def graphs(self) -> int:
@@ -150,9 +181,16 @@ class Mode:
     recorder: Recorder
     keeps: bool
     most: int | None
+    memory: Memory
+    """All memory of its recorder, which each turn writes to."""
     buckets: OrderedDict[tuple[Any, ...], Bucket] = field(default_factory=OrderedDict)
     open: Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
+
+    def awaits(self) -> Turn | None:
+        """Returns the turn whose backward is to come, or None. A turn is gone with the graph of autograd."""
+        turn = self.turn()
+        return turn if turn is not None and turn.pending else None
 
     def comes_often(self, spot: Bucket, calls: int) -> bool:
         """Whether a bucket has come so often that it is expected to come often enough.

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...capture import Refused
+from ...capture import SIMPLE, Refused
 from ..body import PackedMask
-from .layer_state import SIMPLE
 
 __all__ = ["CallArguments", "Now", "outputs_of"]
 

@@ -7,8 +7,11 @@ layer that differs runs its own code, and the report says why.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import functools
 import itertools
+import threading
 import time
 import weakref
 from collections import Counter
@@ -24,14 +27,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import device
-from ...capture import Refused, capture, recorder_for, recording_now
+from ...capture import Memory, Owner, Reading, Reads, Refused, Watched, capture, recorder_for, recording_now
 from ...support.errors import one_line
 from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS, derived
 from ..patch import PLAIN, Site, is_transformed
 from ..undo import Undo
-from .buckets import MOST_VARIANTS, Bucket, Captured, Input, Mode, Turn, bucket
+from .buckets import MOST_VARIANTS, NUMBERS, Bucket, Captured, Input, Mode, Turn, bucket
 from .call_arguments import CallArguments, Now, outputs_of
 from .device_waits import DeviceWaits
 from .layer_state import (
@@ -87,16 +90,39 @@ class _Repeated:
         layer: the layer.
         replayed: whether the call was a replay; False: it was the layer's own code; None: it was not made yet.
         collects: the names of the outputs that transformers' hooks collected in the call.
+        number: the call's turn. The memory of graphs that a checkpoint repeats is the call's from its repetition on.
     """
 
     layer: nn.Module
     replayed: bool | None = None
     collects: tuple[str, ...] = ()
+    number: int = dataclasses.field(default_factory=NUMBERS.__next__)
 
+
+_repeated: contextvars.ContextVar[_Repeated | None] = contextvars.ContextVar("npu_kernels_repeated", default=None)
+"""The checkpoint's call that is made, or repeated, on this thread."""
+
+_ELSEWHERE = "another thread called its layers first, and graphs are replayed on one thread"
 
 _BY = "_npu_kernels_captures_by"
 _CHECKPOINT = "_gradient_checkpointing_func"
 """The attribute of a layer that holds the function which transformers calls as `checkpoint(function, *args)`."""
+
+
+def _number_now() -> int:
+    """Returns the number of the turn of a call whose graphs keep nothing beyond the backward that follows it."""
+    repeated = _repeated.get()
+    return next(NUMBERS) if repeated is None else repeated.number
+
+
+def _repeatable(repeated: _Repeated, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer's function for a checkpoint, in the first call and in its repetition, which comes on another thread
+    where that computes gradients."""
+    token = _repeated.set(repeated)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _repeated.reset(token)
 
 
 class LayerCapture:
@@ -128,10 +154,10 @@ class LayerCapture:
         self._joined: set[tuple[int, Any]] = set()
         self._next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._shared: set[int] = set()
+        self._listed: weakref.WeakSet[nn.ModuleList] = weakref.WeakSet()
         self._lists: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._repeated: _Repeated | None = None
+        self._owner = Owner()
         self._slots: dict[Any, WeightSlots] = {}
         self._asked_at = 0, 0
 
@@ -199,12 +225,8 @@ class LayerCapture:
             owners.update({id(p) for p in layer.parameters()})
         outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
         self._shared = {at for at, count in owners.items() if count > 1} | outside
-        for listed in model.modules():
-            if isinstance(listed, nn.ModuleList):
-                self._lists.update((layer, id(listed)) for layer in listed if layer is not None)
-                self._places.update((layer, i) for i, layer in enumerate(listed) if layer is not None)
-                pairs = itertools.pairwise(listed)
-                self._next.update({a: weakref.ref(b) for a, b in pairs if a is not None and b is not None})
+        self._listed.update(listed for listed in model.modules() if isinstance(listed, nn.ModuleList))
+        self._read_lists()
         classes: dict[type[nn.Module], type[nn.Module]] = {}
         if layers:
             self._undo.add(self._forget)
@@ -217,6 +239,14 @@ class LayerCapture:
                 namespace = {"forward": self._forward(kind), "__call__": self._named(kind), _BY: self}
                 classes[kind] = derived(kind, namespace)
             self._undo.set_class(layer, classes[kind])
+
+    def _read_lists(self) -> None:
+        """Notes which layers follow each other."""
+        self._next.clear()
+        for listed in self._listed:
+            self._lists.update((layer, id(listed)) for layer in listed if layer is not None)
+            pairs = itertools.pairwise(listed)
+            self._next.update({a: weakref.ref(b) for a, b in pairs if a is not None and b is not None})
 
     def _forget(self) -> None:
         """Discards all captured layers; the counts stay."""
@@ -233,10 +263,14 @@ class LayerCapture:
             own = layer.__dict__
             if torch.compiler.is_compiling() or _CHECKPOINT not in own or not is_checkpointed(layer):
                 return original(layer, *args, **kwargs)
-            checkpoint, repeated = own[_CHECKPOINT], _Repeated(layer)
+            if not self._owner.is_here():
+                return original(layer, *args, **kwargs)
+            checkpoint, repeated, thread = own[_CHECKPOINT], _Repeated(layer), threading.get_ident()
 
             def named(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-                return checkpoint(functools.partial(self._repeatable, repeated, function), *given, **options)
+                if threading.get_ident() == thread:  # others may find this function meanwhile
+                    function = functools.partial(_repeatable, repeated, function)
+                return checkpoint(function, *given, **options)
 
             own[_CHECKPOINT] = named
             try:
@@ -245,14 +279,6 @@ class LayerCapture:
                 own[_CHECKPOINT] = checkpoint
 
         return call
-
-    def _repeatable(self, repeated: _Repeated, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a layer's function for a checkpoint, in the first call and in its repetition."""
-        before, self._repeated = self._repeated, repeated
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._repeated = before
 
     def _forward(self, base: Any) -> Callable[..., Any]:
         original: Any = base.forward
@@ -277,11 +303,14 @@ class LayerCapture:
         hidden = next(iter((*args, *kwargs.values())), None)
         ready: Callable[[], Any] | str = ""
         repeats = is_checkpointed(layer)
-        first = self._repeated if repeats else None
+        first = _repeated.get() if repeats else None
+        owned = (first is not None and first.layer is layer) or self._owner.is_here()
         names = tuple(collected_outputs() or ())
         if first is not None and first.replayed is not None and not names:
             names = first.collects  # transformers' hooks collect nothing while a call is repeated
-        if repeats and (first is None or first.layer is not layer):
+        if not owned:
+            ready = _ELSEWHERE
+        elif repeats and (first is None or first.layer is not layer):
             ready = "a checkpoint repeats its forward instead of its call"
         elif first is None or first.replayed is not False:
             try:
@@ -297,7 +326,8 @@ class LayerCapture:
                 # The layer's code (a hook) may keep its input beyond the next replay of the layer before it.
                 own = cast("torch.Tensor", hidden).clone()
                 args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
-            return original(layer, *args, **kwargs)
+            with contextlib.nullcontext() if owned else self._owner.lock:
+                return original(layer, *args, **kwargs)
         self.replayed += 1
         if first is not None:
             first.replayed, first.collects = True, names
@@ -306,7 +336,7 @@ class LayerCapture:
     def _runs_own(self, layer: nn.Module) -> None:
         """Notes that a layer runs its own code: a checkpoint's repetition of this call must run it, too. (The first
         call of a reentrant checkpoint has no gradients; its repetition may be a replay.)"""
-        repeated = self._repeated
+        repeated = _repeated.get()
         if repeated is not None and repeated.layer is layer and repeated.replayed is None and is_checkpointed(layer):
             repeated.replayed = False
 
@@ -351,6 +381,8 @@ class LayerCapture:
             self._bound(mode, spot)
         elif next(reversed(mode.buckets)) != rows:
             mode.buckets.move_to_end(rows)
+        if spot.disordered and mode.awaits() is None and spot.restarts_in_order():
+            self._read_lists()
         key = id(layer), cast, collects, flat.key()
         variants = spot.layers.setdefault(key, [])
         found = next((each for each in variants if each.state is None or each.state.holds()), None)
@@ -358,7 +390,7 @@ class LayerCapture:
         if found is None:
             if len(variants) == MOST_VARIANTS:
                 return f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
-            found = Captured(self._places.get(layer, 0))
+            found = Captured(id(layer), Memory() if mode.keeps else mode.memory)
             variants.append(found)
         spot.notes(found)
         if graded and found.pieces is None:
@@ -377,8 +409,8 @@ class LayerCapture:
             # Whoever asks for captured layers (`"on"`) gets them the second time.
             if self.waited is not None and not mode.comes_often(spot, found.calls):
                 return ""
-            turn = mode.turn()
-            if turn is not None and turn.pending and mode.keeps and turn.spot is not spot:
+            turn = mode.awaits()
+            if turn is not None and mode.keeps and turn.spot is not spot:
                 return "another forward awaits its backward"
             if mode.keeps and spot.earlier_is_coming(found):
                 return ""
@@ -386,10 +418,11 @@ class LayerCapture:
             if later is not None:
                 found.reason = later
                 return later
-            self._capture(layer, original, flat, mode, spot, found, collects)
+            with self._owner.lock:
+                self._capture(layer, original, flat, mode, spot, found, collects)
             if found.pieces is None:
                 return found.reason
-            spot.last = found.place
+            found.index, spot.captured, spot.last = spot.captured, spot.captured + 1, found.place
         return self._replay(layer, flat, mode, spot, found)
 
     def _note_readers(self, layer: nn.Module, flat: CallArguments) -> None:
@@ -410,37 +443,43 @@ class LayerCapture:
         if key not in self._modes:
             # Where nothing stays after a call, the graphs of all modes may use the same memory.
             alike = () if keeps else (mode for (at, *_), mode in self._modes.items() if at == where and not mode.keeps)
-            recorder = next((mode.recorder for mode in alike), None)
-            self._modes[key] = Mode(recorder or recorder_for(where), keeps, device.most_graphs(where))
+            other = next(iter(alike), None)
+            recorder, memory = (recorder_for(where), Memory()) if other is None else (other.recorder, other.memory)
+            self._modes[key] = Mode(recorder, keeps, device.most_graphs(where), memory)
         return self._modes[key]
 
     def _replay(self, layer: Any, flat: CallArguments, mode: Mode, spot: Bucket, found: Captured) -> Any:
         turn: Turn | None = None
         if mode.keeps:
-            turn = mode.turn()
-            if turn is not None and turn.pending and (turn.spot is not spot or id(layer) in turn.pending):
+            turn = mode.awaits()
+            if turn is not None and (turn.spot is not spot or id(layer) in turn.pending):
                 return "another forward awaits its backward"
-            if turn is None or not turn.pending:
-                if turn is not None:
-                    turn.over = True
-                turn = Turn(spot)
-                mode.turn = weakref.ref(turn)
+            if turn is not None and found.index <= turn.last:
+                spot.disordered = True
+                return "layers come in another order than they were captured in"
         tensors = [t for _, t in flat.tensors]
         late = [(i, t) for i, t in zip(found.inputs, tensors, strict=True) if not i.holds(t)]
-        if turn is not None and any(i.turn() is turn for i, _ in late):
+        if turn is not None and any(i.memory.turn == turn.number and not i.is_at(t) for i, t in late):
+            spot.disordered = True
             return "it gets other arguments than the layers before it"
-        pieces, mask = found.pieces, flat.mask
+        if mode.keeps and turn is None:
+            turn = Turn(spot)
+            mode.turn = weakref.ref(turn)
+        pieces, mask, number = found.pieces, flat.mask, _number_now() if turn is None else turn.number
         assert pieces is not None
 
         def replay() -> Any:
             with torch.no_grad():
                 for place, tensor in late:
-                    place.load(tensor, turn)
+                    place.load(tensor, number)
+            found.memory.turn = mode.memory.turn = number
+            done = None
             if turn is not None:
                 turn.pending.add(id(layer))
+                turn.last, done = found.index, functools.partial(turn.pending.discard, id(layer))
             tokens = mask.packing.live if type(mask) is PackedMask else None
-            done = None if turn is None else functools.partial(turn.pending.discard, id(layer))
-            results = pieces.run(tensors, Now(mask, tensors), turn, tokens, done)
+            reading = Reading((mode.memory, found.memory, *(i.memory for i in found.inputs)), turn)
+            results = pieces.run(tensors, Now(mask, tensors), reading, tokens, done)
             for site, calls in found.ran:
                 site.ran += calls
             own = len(results) - len(found.collected)
@@ -543,12 +582,16 @@ class LayerCapture:
             outputs.append(put)
             return tuple(results)
 
-        sites = self._sites()
+        def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
+            states.append(LayerState(layer, moves, reads=reads, settings=settings))
+            return states[-1].values
+
+        sites, states = self._sites(), [found.state]
         counts = [(site, site.ran, site.declined.copy()) for site in sites]
         try:
             found.pieces = capture(
                 function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
-                mode.recorder, joined=joined, keeps=mode.keeps,
+                mode.recorder, joined=joined, keeps=mode.keeps, watch=watch,
             )  # fmt: skip
         except Refused as error:
             if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
@@ -567,11 +610,12 @@ class LayerCapture:
         if not found.state.holds():
             found.pieces, found.reason = None, "a call of it changes its modules or parameters"
             return
+        found.state = states[-1]
         if moves:
             found.pieces.prepare = functools.partial(slots.load, layer, parameters)
         found.inputs, found.output = inputs, outputs[-1]
         if mode.keeps:
-            spot.results |= {t.data_ptr() for t in found.pieces.pieces[-1].outputs}
+            spot.results.update((t.data_ptr(), found.memory) for t in found.pieces.pieces[-1].outputs)
         known = {id(place) for place in spot.inputs}
         spot.inputs += [place for place in inputs if id(place) not in known]
         self.captured += found.pieces.graphs
@@ -586,17 +630,18 @@ class LayerCapture:
             fits = fits and place.buffer.requires_grad == tensor.requires_grad
             if fits and (place.holds(tensor) if mode.keeps else place.path == path):
                 return place
-        buffer = tensor.detach()
-        if tensor.data_ptr() not in spot.results:
+        buffer, memory = tensor.detach(), spot.results.get(tensor.data_ptr())
+        if memory is None:
+            memory = None if mode.keeps else mode.memory
             buffer = buffer.clone(memory_format=torch.preserve_format)
-        return Input(path, buffer.requires_grad_(tensor.requires_grad))
+        return Input(path, buffer.requires_grad_(tensor.requires_grad), memory)
 
     def _bound(self, mode: Mode, current: Bucket) -> None:
         """Discards the least recently used buckets, if there are too many graphs or buckets."""
         most = _MOST_GRAPHS if mode.most is None else min(mode.most, _MOST_GRAPHS)
         graphs = sum(spot.graphs for each in self._modes.values() for spot in each.buckets.values())
-        turn = mode.turn()
-        in_use = turn.spot if turn is not None and turn.pending else None
+        turn = mode.awaits()
+        in_use = None if turn is None else turn.spot
         while graphs > most or len(mode.buckets) > _MOST_BUCKETS:
             for rows, spot in mode.buckets.items():
                 if spot is not current and spot is not in_use and (spot.graphs or graphs <= most):

@@ -5,12 +5,14 @@
    with one expression exchanged; `wrappers.py`: the decorators around such a function.
 3. `settings.py`: the numbers, names and functions that a module's code reads, and whether they have changed since.
 4. `miniature.py`: a tiny model of a class, from the configuration of a large one.
+5. `traces.py`: whether a run of code may leave a trace, so that it must not be run to find anything out.
 """
 
 from .agreement import MODES, agree, repeatable
 from .miniature import VOCABULARY, miniature, miniature_around, small_config
-from .settings import Settings, changed, settings_of, unseen
+from .settings import Settings, changed, functions_of, settings_of, unseen
 from .source import beyond_one_run, called_on_self, plain_forward, rewritten_forward, self_attribute, source_of
+from .traces import trace_of, trace_of_all, trace_of_class, trace_of_function, traces_within
 
 __all__ = [
     "MODES",
@@ -20,6 +22,7 @@ __all__ = [
     "beyond_one_run",
     "called_on_self",
     "changed",
+    "functions_of",
     "miniature",
     "miniature_around",
     "plain_forward",
@@ -29,5 +32,10 @@ __all__ = [
     "settings_of",
     "small_config",
     "source_of",
+    "trace_of",
+    "trace_of_all",
+    "trace_of_class",
+    "trace_of_function",
+    "traces_within",
     "unseen",
 ]

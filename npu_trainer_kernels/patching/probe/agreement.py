@@ -1,9 +1,11 @@
 """Whether foreign code equals a form beyond one forward's bits: in training, in evaluation, and in gradients."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..patch import PROBE_ERRORS
@@ -19,11 +21,16 @@ _TOLERANCE = 1e-4
 
 @contextlib.contextmanager
 def repeatable(where: torch.device | None = None) -> Iterator[None]:
-    """Restores the random state, also that of a device, whatever a probe has drawn."""
+    """Restores the random states of torch, also that of a device, of Python and of NumPy, whatever a probe has drawn."""
     kind = "cpu" if where is None else where.type
     beside: dict[str, Any] = {"devices": []} if kind == "cpu" else {"devices": [where], "device_type": kind}
-    with torch.random.fork_rng(**beside):
-        yield
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(**beside):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def agree(function: Callable[..., Any], reference: Callable[..., Any], *inputs: torch.Tensor) -> bool:

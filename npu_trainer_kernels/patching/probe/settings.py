@@ -3,16 +3,20 @@
 A form was verified with these values, so every call compares them, and a module with a changed value runs its original
 code. They are found by the names in the code of the module's methods and of the functions that it calls, so values
 without effect so far are included (a limit that is None, a method that is not set on the instance, a name for which
-`getattr` has a default). Included are also attributes of its class, names in the files of the code, and attributes of
-any of these values, such as those of a configuration. Code of torch, of Python's standard library and of transformers'
-utilities is assumed not to change. Values that can be written to in place (tensors, lists) would cost more to compare
-than it is worth: a module whose code reads such a value is left alone. So is a module that a run on a few rows does not
-show, because it keeps state or depends on shapes or on gradients.
+`getattr` has a default). Included are also attributes of its class, names in the files of the code, variables that its
+functions close over, defaults of their arguments, and attributes of any of these values, such as those of a
+configuration. Code of torch, of Python's standard library and of transformers' utilities is assumed not to change.
+Values that can be written to in place (tensors, lists) would cost more to compare than it is worth: a module whose code
+reads such a value is left alone. So is a module that reads something else that is not compared (a context variable, the
+environment, a clock), and one that a run on a few rows does not show, because it keeps state or depends on shapes or on
+gradients.
 """
 
 import dis
+import enum
 import functools
 import inspect
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -24,7 +28,7 @@ from torch import nn
 from ..classes import original_class
 from .source import beyond_one_run
 
-__all__ = ["Settings", "changed", "settings_of", "unseen"]
+__all__ = ["Settings", "changed", "functions_of", "settings_of", "unseen"]
 
 Settings = tuple[tuple[Callable[..., Any] | None, str, tuple[str, ...], Any], ...]
 """For each value: the lookup of the first name (`get(name, default)`; None: on the instance), this name, the names of
@@ -54,8 +58,23 @@ def unseen(module: nn.Module, method: str = "forward", known: str | None = None)
         of_buffer = get is None and not rest and name in module._buffers
         if (isinstance(value, _IN_PLACE) or of_buffer) and name != known:
             return f"its code reads {'.'.join((name, *rest))}, which can be written to in place"
-    functions = _read(original_class(module), {**module._buffers, **vars(module)}, method)[1]
+    functions = functions_of(module, method)
+    said = {name for function in functions for name in _names(function)}
+    for function in functions:
+        if _is_foreign(function.__module__):
+            continue
+        imported = next((i.argval for i in dis.get_instructions(function) if i.opname == "IMPORT_NAME"), None)
+        if imported is not None:
+            return f"its code imports {imported} when it is called"
+        for _, name, value in _outer(function):
+            if (reason := _beyond_comparison(value, name, said)) is not None:
+                return reason
     return next(filter(None, map(beyond_one_run, functions)), None)
+
+
+def functions_of(module: nn.Module, method: str = "forward") -> list[types.FunctionType]:
+    """Returns the functions by whose code a method was recognised: its own, and those that it calls."""
+    return _read(original_class(module), {**module._buffers, **vars(module)}, method)[1]
 
 
 def changed(module: nn.Module, settings: Settings) -> str | None:
@@ -85,14 +104,12 @@ def _values(module: nn.Module, method: str) -> Iterator[Value]:
             if name not in own:
                 yield from _within(_attribute_of(of_class), name, getattr(kind, name, _ABSENT), said, asked)
     for function in functions:
-        space = function.__globals__
-        for name in _globals(function):
-            value = space.get(name, _ABSENT)
+        for get, name, value in _outer(function):
             entries = _entries(value, own, function) if isinstance(value, dict) else []
             if entries:
                 yield from entries
-            elif value is not _ABSENT:  # else it is a builtin
-                yield from _within(space.get, name, value, said, asked)
+            else:
+                yield from _within(get, name, value, said, asked)
 
 
 def _within(
@@ -103,6 +120,8 @@ def _within(
     yield get, first, rest, value
     if isinstance(value, types.ModuleType):
         held = [] if _is_foreign(value.__name__) else [each for each in said if each in vars(value)]
+    elif isinstance(value, type) and not _is_foreign(value.__module__):
+        held = [each for each in said if not each.startswith("__") and hasattr(value, each)]
     elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, _FUNCTIONS)):
         # A configuration's dtype changes when it is saved; the probes show whether a module casts to it.
         held = [each for each in said if each != "dtype" and (each in asked or hasattr(value, each))]
@@ -135,18 +154,109 @@ def _read(kind: type[nn.Module], own: dict[str, Any], method: str) -> tuple[list
         for read in _names(function):
             if read not in found and (read in own or hasattr(kind, read)):
                 found.append(read)
-        for name in _globals(function):
-            value = function.__globals__.get(name)
-            inside = isinstance(value, types.ModuleType) and not _is_foreign(value.__name__)
-            for each in map(vars(value).get, _names(function)) if inside else (value,):
+        for _, _, value in _outer(function):
+            inside: Any = (value,)
+            if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
+                inside = map(vars(value).get, _names(function))
+            elif isinstance(value, type) and not _is_foreign(value.__module__):
+                inside = (inspect.getattr_static(value, each, None) for each in _names(function))
+            elif _has_attributes(value):
+                inside = (getattr(type(value), each, None) for each in (*_names(function), "__call__"))
+            for each in inside:
                 called = _function(each)
                 if called is not None and not _is_foreign(called.__module__):
                     add(called)
 
     for name in found:
         for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-            add(_function(vars(cls).get(name)))
+            method = vars(cls).get(name)
+            add(_function(method))
+            for wrapper in _wrappers(method):
+                add(wrapper)
     return found, functions
+
+
+def _wrappers(method: Any) -> Iterator[types.FunctionType]:
+    """Yields the functions of decorators around a method that are no code which is assumed not to change."""
+    while hasattr(method, "__wrapped__"):
+        if isinstance(method, types.FunctionType) and not _is_foreign(method.__globals__.get("__name__")):
+            yield method
+        method = method.__wrapped__
+
+
+def _outer(function: types.FunctionType) -> Iterator[tuple[Callable[..., Any], str, Any]]:
+    """Yields the globals that a function names, the variables that it closes over, and the defaults of its arguments:
+    the lookup, the name, and the value. A name that is no global is a builtin."""
+    space = function.__globals__
+    yield from ((space.get, name, space[name]) for name in _globals(function) if name in space)
+    if not _is_foreign(function.__module__):
+        held = _held_by(function)
+        for name in (*function.__code__.co_freevars, *_defaults(function)):
+            value = held(name, _ABSENT)
+            if value is not _ABSENT and name != "__class__":
+                yield held, name, value
+
+
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
+    return {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+@functools.cache
+def _held_by(function: types.FunctionType) -> Callable[..., Any]:
+    """Returns `get(name, default)` of the variables that a function closes over, and of the defaults of its arguments."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def get(name: str, default: Any) -> Any:
+        if name not in cells:
+            return _defaults(function).get(name, default)
+        try:
+            return cells[name].cell_contents
+        except ValueError:  # it was deleted
+            return default
+
+    return get
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a value is an object of a class of somebody else's."""
+    if isinstance(value, (nn.Module, torch.Tensor, types.ModuleType, types.MethodType, functools.partial, *_PLAIN)):
+        return False
+    return hasattr(value, "__dict__") and not _is_foreign(type(value).__module__)
+
+
+_COMPARED = (
+    nn.Module, torch.Tensor, types.MethodType, functools.partial, enum.Enum, logging.Logger, complex, bytes,
+    torch.device, torch.Size, tuple, frozenset, property, staticmethod, classmethod, functools.cached_property,
+    types.SimpleNamespace, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.MethodDescriptorType, types.WrapperDescriptorType,
+)  # fmt: skip
+"""Types beside `_PLAIN` whose values are compared by identity, or are in-place values that are left alone."""
+_PURE = frozenset((
+    "math", "cmath", "functools", "itertools", "operator", "typing", "collections", "warnings", "copy", "inspect",
+    "dataclasses", "enum", "abc", "re", "types", "contextlib", "numbers", "logging", "torch", "torch_npu", "numpy",
+))  # fmt: skip
+_SWITCHES = frozenset((
+    "backends", "are_deterministic_algorithms_enabled", "get_default_dtype", "get_float32_matmul_precision",
+    "get_num_threads", "get_default_device", "is_autocast_enabled", "get_autocast_dtype",
+))  # fmt: skip
+
+
+def _beyond_comparison(value: Any, path: str, said: set[str]) -> str | None:
+    """Returns that a value is not compared, as a reason, or None."""
+    if isinstance(value, types.ModuleType):
+        first = value.__name__.partition(".")[0]
+        if first in sys.stdlib_module_names and first not in _PURE:
+            return f"its code uses {path}"
+        if first == "torch" and (switch := next(iter(sorted(_SWITCHES & said)), None)) is not None:
+            return f"its code goes by torch's {switch}"
+        return "its code uses numpy.random" if first == "numpy" and "random" in said else None
+    if value is _ABSENT or isinstance(value, (*_PLAIN, *_COMPARED)) or _has_attributes(value):
+        return None
+    if type(value).__module__ in ("typing", "types", "transformers.utils.logging") or isinstance(value, _IN_PLACE):
+        return None
+    return f"its code reads {path}, a {type(value).__name__}, which is not compared"
 
 
 def _is_foreign(name: str | None) -> bool:
@@ -202,6 +312,7 @@ def _globals(function: types.FunctionType) -> tuple[str, ...]:
 
 # A copy of a model shares these with it.
 _FUNCTIONS = types.FunctionType | types.BuiltinFunctionType | type
+_PLAIN = (int, float, str, torch.dtype, type(None), types.FunctionType, types.BuiltinFunctionType, type)
 
 
 def _is_setting(value: Any, shapes: list[torch.Size]) -> bool:
