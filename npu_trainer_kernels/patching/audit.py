@@ -263,11 +263,14 @@ class Audit:
 
     def _look_within(
         self, found: Audited, trace: Callable[[nn.Module], str | None], site: Site, own: Callable[[], Any],
-        served: Callable[[], Any], module: nn.Module,
+        served: Callable[[], Any], of: Any,
     ) -> bool:  # fmt: skip
+        """Compares a call in the run's own forward. `of` is the module, or the first tensor of a function, which is not
+        served if it leaves a trace."""
         if self._looking:
             return True
         begun = time.perf_counter()
+        module = of if isinstance(of, nn.Module) else nn.Identity()
         if trace(module) is None:
             ran = [(each, each.ran, each.declined.copy()) for each in self._within]
             with kept_state(module), torch.no_grad(), _without_cast_cache():

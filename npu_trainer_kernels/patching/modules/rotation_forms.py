@@ -27,6 +27,7 @@ from ...ops.checks import FLOATS
 from ...ops.rope import CASTINGS, PAIRS, TABLES, Rotation, rope_of_checked, rope_reference, rotation
 from ..bound_forwards import own_function
 from ..patch import PROBE_ERRORS
+from ..probe import trace_of_function
 
 __all__ = ["RopeForm", "RotationCall", "form_of_call", "rope_form", "rotate", "rotates", "rotation_call",
            "rotations_of"]  # fmt: skip
@@ -202,7 +203,7 @@ def rope_form(function: Callable[..., Any]) -> RopeForm | None:
     except (TypeError, ValueError):
         return None
     roles = _roles(tuple(parameters))
-    if roles is None:
+    if roles is None or trace_of_function(function) is not None:
         return None
     names, unsqueezes = tuple(parameters)[: len(roles)], "unsqueeze_dim" in parameters
     layouts = ((4, parameters["unsqueeze_dim"].default),) if unsqueezes else ((4, 1), (4, 2), (3, 2))

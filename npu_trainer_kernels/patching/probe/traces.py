@@ -26,13 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._device import DeviceContext
 
 from ..classes import GLOBAL_HOOKS, original_class
 from .source import source_of
 
-__all__ = ["trace_of", "trace_of_all", "trace_of_class", "trace_of_function", "traces_within"]
+__all__ = ["TRACE", "trace_of", "trace_of_all", "trace_of_class", "trace_of_function", "traces_within"]
 
+TRACE = "a run of its code may leave a trace"
+"""The beginning of each reason."""
 _KNOWN = frozenset((
     "torch", "transformers", "npu_trainer_kernels", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes", "torchao",
     "torch_npu", "kernels", "flash_attn", "fla", "causal_conv1d", "mamba_ssm", "triton", "liger_kernel", "numpy",
@@ -58,6 +59,8 @@ _OF_MODULES = frozenset((
     "__setstate__", "__delattr__", "set_", "__dict__", "__class__", "__globals__", "__closure__", "__code__",
 ))  # fmt: skip
 """Names in code that change a module or a tensor otherwise than by a store."""
+_MODES = ("torch.utils._device", "torch._subclasses", "torch._functorch", "torch.fx", "npu_trainer_kernels")
+"""The files of modes that keep nothing of the operators that they see."""
 _SPECIAL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__", "__getattribute__")
 _GENERATORS = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
 _PLAIN = (
@@ -468,8 +471,21 @@ def _codes_of(function: Any) -> Iterator[types.CodeType]:
 
 
 def trace_of(module: nn.Module, *, hooks: bool = True) -> str | None:
-    """Returns which trace a run of a module's code, without its children's, may leave, or None."""
-    return _said(_Judge(module.modules()).module(module, hooks))
+    """Returns which trace a run of a module's code, without its children's, may leave, or None. `hooks`: whether its own
+    hooks run, too; those of all modules do."""
+    judge = _Judge(module.modules())
+    return _said(_of_all_modules(judge) or judge.module(module, hooks))
+
+
+def _of_all_modules(judge: _Judge) -> str | None:
+    """Judges what sees every module, or every operator."""
+    modes = (*torch.overrides._get_current_function_mode_stack(),
+             *torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # fmt: skip
+    other = next((type(mode).__name__ for mode in modes if not type(mode).__module__.startswith(_MODES)), None)
+    if other is not None:
+        return f"{other} looks at every operator"
+    hooks = (hook for table in GLOBAL_HOOKS for hook in table.values())
+    return next((f"a hook of all modules: {r}" for hook in hooks if (r := judge.function(hook)) is not None), None)
 
 
 def trace_of_all(model: nn.Module) -> str | None:
@@ -483,13 +499,7 @@ def traces_within(model: nn.Module) -> Callable[[nn.Module], str | None]:
     judge = _Judge(model.modules())
 
     def trace(module: nn.Module) -> str | None:
-        modes = (*torch.overrides._get_current_function_mode_stack(),
-                 *torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # fmt: skip
-        other = next((mode for mode in modes if not isinstance(mode, DeviceContext)), None)
-        if other is not None:
-            return _said(f"{type(other).__name__} looks at every operator")
-        hooks = (hook for table in GLOBAL_HOOKS for hook in table.values())
-        reason = next((f"a hook: {r}" for hook in hooks if (r := judge.function(hook)) is not None), None)
+        reason = _of_all_modules(judge)
         return _said(reason or next(filter(None, map(judge.module, module.modules())), None))
 
     return trace
@@ -512,4 +522,4 @@ def trace_of_function(function: Callable[..., Any]) -> str | None:
 
 
 def _said(reason: str | None) -> str | None:
-    return None if reason is None else f"a run of its code may leave a trace: {reason}"
+    return None if reason is None else f"{TRACE}: {reason}"
