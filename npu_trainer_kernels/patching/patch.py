@@ -144,7 +144,7 @@ class Site:
         progress: an object whose string describes the served calls in the report, or None.
         late: whether its calls are compared where their results are used (`audit`).
         look: while calls are compared, a function of the site, of two functions, which compute a call by the original
-            code and by the op, and of the module; otherwise None. It returns whether the call is to run the original
+            code and by the op, and of the module or function; otherwise None. It returns whether the call is to run the original
             code (in a look), or the code that training runs.
         off: why the op no longer serves any call; `UNREPORTED` while the original code is requested.
         attempts: the ways to serve the modules that have failed before the form was found.
@@ -224,7 +224,8 @@ def guarded(
         if reason is None:
             reason = declines(*args, **kwargs) if site.kind.forward is recognised else _EXCHANGED
         if reason is None and site.look is not None and not site.late:
-            looks = site.look(site, _anew(own, args, kwargs), _anew(run, args, kwargs), args[0])
+            of = args[0] if isinstance(args[0], nn.Module) else own
+            looks = site.look(site, _anew(own, args, kwargs), _anew(run, args, kwargs), of)
             if looks or (site.switches and site.prefers_own(tokens(*args, **kwargs))):
                 return own(*args, **kwargs)
             reason = site.off

@@ -195,15 +195,19 @@ def rotates(name: str) -> bool:
     return any(part in name for part in ("rotary", "rope"))
 
 
-@functools.cache
 def rope_form(function: Callable[..., Any]) -> RopeForm | None:
     """Returns the form of `ops.rope` that equals the function bit for bit, or None."""
+    return _rope_form(function) if trace_of_function(function) is None else None
+
+
+@functools.cache
+def _rope_form(function: Callable[..., Any]) -> RopeForm | None:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
     roles = _roles(tuple(parameters))
-    if roles is None or trace_of_function(function) is not None:
+    if roles is None:
         return None
     names, unsqueezes = tuple(parameters)[: len(roles)], "unsqueeze_dim" in parameters
     layouts = ((4, parameters["unsqueeze_dim"].default),) if unsqueezes else ((4, 1), (4, 2), (3, 2))
