@@ -17,6 +17,7 @@ from . import device
 from .options import check_capture, check_ops, check_report, check_rollouts, check_tiled_mlp, parse_override
 from .patching import NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching.call import use_labels
+from .patching.probe import TRACE
 from .patching.undo import Undo
 from .rollouts import serve_rollouts
 from .support.switch import audit_steps, check_switch
@@ -214,6 +215,8 @@ class NpuKernelsCallback(TrainerCallback):
         report = Report() if self._handle is None else self._handle.report()
         if self._planner is not None and (reason := self._planner.why_not()) is not None:
             report.note(f"the head's gradient is not planned: {reason}")
+        if self._planner is not None:
+            report.plans = [*report.plans, self._planner]
         return report
 
     def restore(self) -> None:
@@ -337,8 +340,8 @@ class NpuKernelsCallback(TrainerCallback):
         if trainer is not None:
             self._serve(trainer, report)
         self._compare(args)
-        if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
-            self._compile_ahead(kwargs["model"], trainer, state)
+        if self._warm_up:
+            self._warm_up_kernels(kwargs["model"], trainer, state)
         text = report.text(full=self._full, in_full=self.in_full)
         if state.is_world_process_zero and text != self._printed:
             self._printed = text
@@ -436,6 +439,13 @@ class NpuKernelsCallback(TrainerCallback):
                 trainer, self._balance, across, report.note, lambda: not handle.shares_beginnings, stays=reason
             )
             arranger.start(self._in_trainer)
+
+    def _warm_up_kernels(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
+        reason = warmup.unsupported(model)
+        if reason is None:
+            self._compile_ahead(model, trainer, state)
+        elif reason.startswith(TRACE):
+            self.report().note(f"no kernel is compiled ahead of the first step: {reason}")
 
     def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None

@@ -23,8 +23,9 @@ from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
 from .layers import LayerCapture
 from .modules import GatedMlpPatch
-from .patch import HarmlessReason, Patch, Scene, Site, others_forward, serves_tokens
+from .patch import HarmlessReason, Patch, Reason, Scene, Site, others_forward, serves_tokens
 from .patches import PATCHES
+from .probe import repeatable
 from .report import LeftAlone, Report
 from .stand_aside import STAYS, StandAside
 from .undo import Undo
@@ -119,6 +120,7 @@ class NpuKernels:
         stays available after `restore`."""
         for op, reason in backends.failures().items():
             self._report.note(f"{op} runs in torch since a kernel failed: {reason}")
+        self._report.plans = [self.settings.learned]
         self._report.gone = [] if self._model() is None or not self.active else list(self._gone())
         return self._report
 
@@ -254,8 +256,9 @@ class NpuKernels:
                     track_calls(module, self.settings, self._aside, self._undo)
                     self._bound.watch(module, self._undo)
                     self._tracked.add(module)
-            for patch in self._patches:
-                self._apply(patch, scene)
+            with repeatable(where if where.type == device.accelerator() else None):
+                for patch in self._patches:
+                    self._apply(patch, scene)
             for module in self._tracked:
                 leaves_out_hooks(module, self._undo)
             self._capture_layers(model, mode, where)
@@ -314,7 +317,10 @@ class NpuKernels:
             if isinstance(form, str):
                 kind = "" if module is scene.model else original_class(module).__name__
                 self._report.left_alone.append(
-                    LeftAlone(path, kind, op, form, counts=not isinstance(form, HarmlessReason))
+                    LeftAlone(
+                        path, kind, op, str(form), counts=not isinstance(form, HarmlessReason),
+                        attempts=form.attempts if isinstance(form, Reason) else (),
+                    )  # fmt: skip
                 )
 
     def _install(
@@ -338,6 +344,7 @@ class NpuKernels:
             site = self._sites[key] = Site(
                 patch.op, kind, form, self._backend, entries, plain is not None, late=patch.compared_later
             )  # fmt: skip
+            site.attempts = patch.attempts(form)
             site.cls = patch.patched_class(site)
             setattr(site.cls, STAYS, staticmethod(functools.partial(serves_tokens, site)))
         site.served, why = patch.served_by(site, scene)

@@ -47,7 +47,7 @@ from .classes import is_patched_class, leaves_out_hooks
 from .head import is_partitioned
 from .kept_state import kept_state
 from .patch import PROBE_ERRORS, UNREPORTED, LateRefusal, Site
-from .probe import repeatable, traces_within
+from .probe import repeatable, trace_of_function, trace_of_operators, traces_within
 from .undo import Undo
 
 __all__ = ["FACTOR", "Audit", "Audited", "distance", "some_rows"]
@@ -263,12 +263,14 @@ class Audit:
 
     def _look_within(
         self, found: Audited, trace: Callable[[nn.Module], str | None], site: Site, own: Callable[[], Any],
-        served: Callable[[], Any], module: nn.Module,
+        served: Callable[[], Any], of: Any,
     ) -> bool:  # fmt: skip
+        """Compares a call of a module or function in the run's own forward, if that leaves no trace."""
         if self._looking:
             return True
         begun = time.perf_counter()
-        if trace(module) is None:
+        module = of if isinstance(of, nn.Module) else nn.Identity()
+        if (trace(module) if module is of else trace_of_function(of)) is None:
             ran = [(each, each.ran, each.declined.copy()) for each in self._within]
             with kept_state(module), torch.no_grad(), _without_cast_cache():
                 self.look(found, site, own, served)
@@ -343,6 +345,9 @@ class Audit:
         """Compares a head's op with the original code on some rows, where the loss is computed."""
         begun, ran = time.perf_counter(), site.ran
         site.look = None
+        if (reason := trace_of_operators()) is not None:
+            found.aside = "; ".join(filter(None, (found.aside, f"{site.op} is not compared, since {reason}")))
+            return False
         with torch.no_grad(), _without_cast_cache(), repeatable():
             self.look(found, site, own, served)
         site.ran = ran

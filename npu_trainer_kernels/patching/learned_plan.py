@@ -69,6 +69,13 @@ class LearnedPlan:
         """The objective, once two backward passes agree on it."""
         return self.objective if self.seen >= _WATCHED else None
 
+    def whys(self) -> dict[str, int]:
+        """Returns why no gradient is planned, with the number of backward passes that showed it; empty where one is,
+        or where none was observed yet."""
+        if self.seen < _WATCHED or self.objective is not None:
+            return {}
+        return {"the gradients of the loss were not the same for all tokens, nor as their probabilities": 0}
+
     def mismatch(self, share: float) -> None:
         """Stops planning if most rows differed from the plan."""
         if share > GIVE_UP:

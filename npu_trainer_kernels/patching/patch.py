@@ -35,9 +35,11 @@ __all__ = [
     "PLAIN",
     "PROBE_ERRORS",
     "UNREPORTED",
+    "Attempts",
     "HarmlessReason",
     "LateRefusal",
     "Patch",
+    "Reason",
     "Scene",
     "Site",
     "guarded",
@@ -70,7 +72,22 @@ UNREPORTED = ""
 """The reason of a declined call that the report omits: the original code is as good (generation on a CPU, say)."""
 
 
-class HarmlessReason(str):
+Attempts = tuple[tuple[str, str], ...]
+"""Ways to serve a module that have failed, each with its reason."""
+
+
+class Reason(str):
+    """A reason to leave a module alone, with all `attempts` to serve it where there were several."""
+
+    attempts: Attempts
+
+    def __new__(cls, text: str, attempts: Attempts = ()) -> "Reason":
+        made = super().__new__(cls, text)
+        made.attempts = attempts
+        return made
+
+
+class HarmlessReason(Reason):
     """A reason to leave a module alone that costs the run nothing, so the short report omits it."""
 
 
@@ -127,9 +144,10 @@ class Site:
         progress: an object whose string describes the served calls in the report, or None.
         late: whether its calls are compared where their results are used (`audit`).
         look: while calls are compared, a function of the site, of two functions, which compute a call by the original
-            code and by the op, and of the module; otherwise None. It returns whether the call is to run the original
+            code and by the op, and of the module or function; otherwise None. It returns whether the call is to run the original
             code (in a look), or the code that training runs.
         off: why the op no longer serves any call; `UNREPORTED` while the original code is requested.
+        attempts: the ways to serve the modules that have failed before the form was found.
     """
 
     op: str
@@ -148,6 +166,7 @@ class Site:
     late: bool = False
     look: Callable[..., bool] | None = None
     off: str | None = None
+    attempts: Attempts = ()
 
     @functools.cached_property
     def switches(self) -> bool:
@@ -205,7 +224,8 @@ def guarded(
         if reason is None:
             reason = declines(*args, **kwargs) if site.kind.forward is recognised else _EXCHANGED
         if reason is None and site.look is not None and not site.late:
-            looks = site.look(site, _anew(own, args, kwargs), _anew(run, args, kwargs), args[0])
+            of = args[0] if isinstance(args[0], nn.Module) else own
+            looks = site.look(site, _anew(own, args, kwargs), _anew(run, args, kwargs), of)
             if looks or (site.switches and site.prefers_own(tokens(*args, **kwargs))):
                 return own(*args, **kwargs)
             reason = site.off
@@ -268,6 +288,10 @@ class Patch:
     def detail(self, site: Site) -> str:
         """Returns the report's description of a site beyond its op and class."""
         return str(site.form)
+
+    def attempts(self, form: Any) -> Attempts:
+        """Returns the ways to serve modules of a form that have failed before this one was found."""
+        return ()
 
     def sizes(self, module: Any, form: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Returns the dtype and sizes of a module's computation, in the order of `Workload.model_sizes` of

@@ -7,12 +7,13 @@ evidence for the backends; `npu-kernels doctor` has this evidence for every op o
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ..evidence.tuned import Entry
 from .audit import Audited
-from .patch import Site
+from .patch import Attempts, Site
+from .whys import Why, chosen, lines_of
 
 __all__ = ["Declined", "LeftAlone", "Replaced", "Report"]
 
@@ -34,13 +35,14 @@ class Replaced:
 @dataclass(frozen=True)
 class LeftAlone:
     """A module, or an op for the whole model (`module` is empty), that was not replaced. `counts`: whether the run
-    would have gained by replacing it."""
+    would have gained by replacing it; `attempts`: the ways to serve it that have failed, where there were several."""
 
     module: str
     kind: str
     op: str
     reason: str
     counts: bool = True
+    attempts: Attempts = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Report:
         audits: the results of comparisons with the model's original code on batches of the run.
         capture: what captures the decoder layers; its string describes what was replayed.
         rollouts: what generates by captured steps; its string describes what was generated.
+        plans: what plans the head's gradients (`LearnedPlan`, GRPO's `Planner`).
         beside: by name, the reports of the models that the trainer does not train (reference, teacher, reward).
     """
 
@@ -116,6 +119,7 @@ class Report:
     audits: list[Audited] = field(default_factory=list)
     capture: Any = None
     rollouts: Any = None
+    plans: list[Any] = field(default_factory=list)
     beside: dict[str, "Report"] = field(default_factory=dict)
 
     @property
@@ -162,6 +166,55 @@ class Report:
         begun = any(ran.values())
         said = [f"{op} {count}" + (f" ({ran[op]} calls)" if begun else "") for op, count in counts.items()]
         return ", ".join(said) or "left as it is"
+
+    def whys(self) -> list[Why]:
+        """Returns everything that is not served, or is no longer, each attempt with its reason."""
+        found: list[Why] = []
+        for left in self.left_alone:
+            attempts = left.attempts or (("", left.reason),)
+            found += (Why(left.op, left.module, left.kind, way, reason) for way, reason in attempts)
+        for site in self.sites:
+            kind, path = site.kind.__name__, ", ".join(site.paths)
+            found += (Why(site.op, path, kind, way, reason) for way, reason in site.attempts)
+            found += (Why(site.op, path, kind, "", reason, calls) for reason, calls in site.declined.items())
+            if site.off:
+                found.append(Why(site.op, path, kind, "switched off", site.off))
+            if site.op == "varlen_attention" and getattr(site.progress, "beside", ""):
+                found.append(Why(site.op, path, kind, "of some modules", site.progress.beside))
+            found += (
+                Why(site.op, path, kind, f"{low} to {high} tokens", "the modules' own code was measured to be faster")
+                for low, high in (each.tokens for each in site.measured if each.plain_wins)
+            )
+        found += (Why(op, "", "", "by this trainer", reason) for op, reason in self.unused.items())
+        found += (Why("gone", "", "", "", reason) for reason in self.gone)
+        for audit in self.audits:
+            found += (Why("audit", "", "", "", each) for each in (*audit.differing, audit.aside) if each)
+        for name, counted in (("capture", self.capture), ("rollouts", self.rollouts)):
+            reasons = {} if counted is None else counted.as_dict()["reasons"]
+            found += (Why(name, "", "", "", reason, calls) for reason, calls in reasons.items())
+        if self.capture is not None and not self.capture.on:
+            found.append(Why("capture", "", "", "", str(self.capture)))
+        for plan in self.plans:
+            found += (Why("plan", "", "", "", reason, calls) for reason, calls in plan.whys().items())
+        found += (Why("note", "", "", "", note) for note in self.notes)
+        for name, report in self.beside.items():
+            found += (replace(each, model=name) for each in report.whys())
+        return found
+
+    def why(self, name: str = "") -> str:
+        """Says why something is not served, or is no longer: every attempt with its reason, a line each.
+
+        Args:
+            name: an op, a module's path or class, or `"padding"`, `"capture"`, `"rollouts"`, `"plan"`, `"audit"`,
+                `"note"`; empty: everything.
+
+        Returns:
+            the lines, or a sentence that says that there is nothing to say.
+
+        Raises:
+            ValueError: the report knows nothing of that name.
+        """
+        return lines_of(chosen(self.whys(), name, [(site.op, site.kind.__name__, site.paths) for site in self.sites]), name)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain lists and dicts."""
@@ -246,7 +299,8 @@ class Report:
         for site in self.sites:
             calls = f"{site.ran} calls" if begun else ""
             progress = "" if site.progress is None else str(site.progress)
-            detail = "; ".join(filter(None, (site.detail, _described(site.measured), calls, progress)))
+            said = (site.detail, _described(site.measured), calls, progress)
+            detail = "; ".join(dict.fromkeys(filter(None, said)))
             yield f"  {site.op} [{site.served}]  {site.kind.__name__}: {_named(site.paths)}" + (
                 f" ({detail})" if detail else ""
             )

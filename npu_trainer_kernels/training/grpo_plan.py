@@ -75,6 +75,11 @@ class Planner:
             return "off_policy_mask_threshold drops completions by the whole completion's log-probabilities"
         return None
 
+    def whys(self) -> dict[str, int]:
+        """Returns why batches were not planned, with their number."""
+        reason = self.why_not()
+        return dict(self.unplanned) | ({} if reason is None or reason in self.unplanned else {reason: 0})
+
     def plan_losses(self, undo: Undo) -> None:
         """Passes plans to the trainer's head from now on, so that it can compute the gradient while the logits are in
         memory. The loss stays TRL's, and its real gradient decides."""

@@ -32,7 +32,9 @@ from ..ops.launch import KernelError, build_launcher, compile_only, use_launcher
 from ..patching import NpuKernels
 from ..patching.body import foreign_attention
 from ..patching.call import HeadPlan, use_plan
+from ..patching.kept_state import kept_state
 from ..patching.learned_plan import LearnedPlan
+from ..patching.probe import trace_of_all
 from ..support import triton
 from ..support.errors import one_line
 
@@ -88,7 +90,7 @@ def unsupported(model: nn.Module) -> str | None:
         return "there is no Triton that compiles"
     if any(isinstance(p, DTensor) or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
         return "the parameters are sharded"
-    return None
+    return trace_of_all(model)
 
 
 @contextlib.contextmanager
@@ -139,7 +141,8 @@ def record(
         # on tensors without memory.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         given = use_plan(plan if planned else None)
-        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _ShapesAlone():
+        kept = kept_state(model)  # before the fake mode: it copies numbers
+        with kept, _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _ShapesAlone():
             _run(_WarmupStep(model, context, backward), fake, rows, length, trl)
 
     try:
@@ -148,7 +151,7 @@ def record(
             # A planned gradient is computed in forward. Its backward compares it with the real one, which needs values.
             step(handle, model, planned=True, backward=False)
         for each in beside:
-            if each.model is not None:
+            if each.model is not None and trace_of_all(each.model) is None:
                 with torch.no_grad():
                     step(each, each.model, planned=False, backward=False)
     except _ERRORS as error:

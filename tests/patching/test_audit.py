@@ -471,10 +471,9 @@ def test_a_hook_of_all_modules_that_goes_by_places(monkeypatch):
 
 def test_a_layer_that_evaluation_would_change_stays_in_training_mode():
     """bitsandbytes packs 4-bit weights for good on a CPU in evaluation mode, which an audit sets if a model draws."""
-    seen = []
 
     def forward(self, x):
-        seen.append(self.training or torch.is_grad_enabled())
+        assert self.training or torch.is_grad_enabled()
         return nn.functional.linear(x, self.weight)
 
     packs = type("Linear4bit", (nn.Linear,), {"forward": forward, "__module__": "bitsandbytes.nn.modules"})
@@ -484,7 +483,6 @@ def test_a_layer_that_evaluation_would_change_stays_in_training_mode():
     with apply_npu_kernels(model, backend="torch") as kernels:
         kernels.audit()
         model(**batch()).loss.backward()
-        assert len(kernels.report().audits) == 1
-    assert len(seen) > len(model.model.layers)
-    assert all(seen)
+        (seen,) = kernels.report().audits
+    assert not seen.aside
     assert all(module.training for module in model.modules())

@@ -277,7 +277,8 @@ def test_what_computes_something_else_is_left_alone(kind, cls):
     model, given = made(kind, cls=cls), routed()
     expected = values(model, *given)
     with apply_npu_kernels(model, ops=[OP]) as kernels:
-        assert "computes something else than its flags say" in left_alone(kernels)
+        other = "computes something else than its flags say"
+        assert ("NoBias.forward calls zero_" if cls is NoBias else other) in left_alone(kernels)
         assert all(torch.equal(v, expected[name]) for name, v in values(model, *given).items())
 
 
@@ -286,7 +287,7 @@ def test_what_its_flags_do_not_say_is_left_alone():
     expected = values(model, *given)
     load = model.experts.__dict__.pop("load")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
-        assert "its code sets self.load" in left_alone(kernels)
+        assert "a run of its code may leave a trace: HalfForMany.forward sets load" in left_alone(kernels)
         assert all(torch.equal(v, expected[name]) for name, v in values(model, *given).items())
     assert torch.equal(model.experts.load, load)
 

@@ -466,7 +466,7 @@ BEYOND = {
     ByItsPlace: "its code goes by a place that no probe has: gate[:self.cut]",
     ByCount: "its code goes by a place that no probe has: min(16, gate.shape[-1])",
     Penalized: "its code sets self.penalty",
-    Logged: "its code reads log, which can be written to in place",
+    Logged: "a run of its code may leave a trace: Logged.forward calls append, and it reads log, a list",
 }
 
 

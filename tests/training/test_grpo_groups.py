@@ -216,7 +216,7 @@ def test_rows_stay_where_the_rows_beside_them_count(tmp_path, seen, options, rea
 def test_for_these_the_step_would_be_another(tmp_path, seen, monkeypatch, options):
     """The reasons above are none too many: brought together all the same, the rows give another step."""
     stock, _ = trained(TrlGRPOTrainer, tmp_path, seen, **options)
-    monkeypatch.setattr("npu_trainer_kernels.callback.stays_shuffled", lambda trainer, across: None)
+    monkeypatch.setattr(grpo_groups, "compares_rows", lambda trainer: None)
     ours, grouped = trained(GRPOTrainer, tmp_path, seen, ONLY, **options)
     assert [len(prompts(batch)) for batch in grouped] == [1] * len(grouped)
     assert difference(stock.model, ours.model) > 1e-3 * difference(stock.model, small_model("qwen3"))

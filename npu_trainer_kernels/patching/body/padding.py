@@ -32,7 +32,7 @@ from ...support.opaque import paused, traced
 from ..call import CallSettings, current_call, generates
 from ..classes import forward_of, original_class
 from ..head import causal_lm
-from ..patch import UNREPORTED, HarmlessReason, LateRefusal, Patch, Scene, Site, set_on_instance
+from ..patch import UNREPORTED, Attempts, HarmlessReason, LateRefusal, Patch, Reason, Scene, Site, set_on_instance
 from ..undo import Undo
 from .batch import Batch, hidden_of
 from .caches import cache_field, can_promise, promised_cache
@@ -70,7 +70,7 @@ class Savings:
 
     def __str__(self) -> str:
         if not self.positions:
-            return ""
+            return self.beside  # also before anything ran: padding of some modules is computed
         saved = 1 - self.computed / self.live
         return (
             f"{self.live / self.positions:.0%} of the positions were live"
@@ -202,7 +202,7 @@ class PaddingPatch(Patch):
             proof = unproven(body, proof) or proof
         if isinstance(proof, str):
             # The short report omits a module around a body, since the body has its own line.
-            return HarmlessReason(proof) if inner else proof
+            return HarmlessReason(proof, proof.attempts if isinstance(proof, Reason) else ()) if inner else proof
         owners = [original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel)]
         classifies, tokens, answers = (
             any(name.endswith(f"For{task}") for name in owners)
@@ -233,6 +233,9 @@ class PaddingPatch(Patch):
 
     def detail(self, site: Site) -> str:
         return str(site.form)
+
+    def attempts(self, form: BodyForm) -> Attempts:
+        return form.proof.attempts
 
     def tokens(self, *args: Any, **kwargs: Any) -> int:
         return 0

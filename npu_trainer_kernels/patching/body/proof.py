@@ -10,11 +10,13 @@ that its miniature lacks. Every call checks for later changes of a body.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import inspect
 import json
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +29,19 @@ from transformers import Cache
 from ...support.errors import one_line
 from ..classes import GLOBAL_HOOKS, has_hooks, original_class
 from ..parallel import mixes_tokens
-from ..patch import PROBE_ERRORS
-from ..probe import MODES, VOCABULARY, agree, beyond_one_run, miniature, miniature_around, repeatable, small_config
+from ..patch import PROBE_ERRORS, Attempts, Reason
+from ..probe import (
+    MODES,
+    VOCABULARY,
+    agree,
+    beyond_one_run,
+    miniature,
+    miniature_around,
+    repeatable,
+    small_config,
+    trace_of_class,
+    trace_of_function,
+)
 from ..undo import Undo
 from .batch import Batch, hidden_of, routers_of
 from .caches import cache_of
@@ -64,6 +77,7 @@ class Proof:
         mixes: whether it is called with the padded batch, and the modules of `attention` compute padding (`mixers`).
         leading: whether padding before a row's last token is taken for tokens: a state runs through it.
         carried: the classes of the modules that carry a state by segments (`states`).
+        attempts: the ways to call it that have failed before this one, each with its reason.
     """
 
     by_columns: bool | None
@@ -75,6 +89,7 @@ class Proof:
     mixes: bool = False
     leading: bool = False
     carried: frozenset[type[nn.Module]] = frozenset()
+    attempts: Attempts = ()
 
 
 def _probe() -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +121,8 @@ _proofs: dict[tuple[type, Any, str], Proof | str] = {}
 def proof_of(body: Any, inner: str) -> Proof | str:
     """Returns the proof for a body, or why it is left alone; computed once for a class and a configuration."""
     kind, text = original_class(body), body.get_submodule(inner)
+    if (reason := trace_of_class(kind, body.modules())) is not None:
+        return reason  # not remembered, since it goes by what others have set
     small = small_config(text.config)
     vars(small).update({name: False for name in OUTPUTS if name in vars(small)})
     # Code that has replaced an attention may need other ranks for it.
@@ -114,17 +131,33 @@ def proof_of(body: Any, inner: str) -> Proof | str:
     # Some libraries exchange the forwards of classes.
     key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
     if key not in _proofs:
-        found = _shown(body, inner, small, mixes=False)
-        if isinstance(found, str):
-            beside = _shown(body, inner, small, mixes=True)
-            # A module around a body must not take over what the body inside may do better.
-            if isinstance(beside, str) and not inner and beside.startswith(_OTHER_NUMBERS):
-                beside = _shown(body, inner, small, mixes=True, leading=True)
-            # Of a body of states the reason is what is in the way of leaving padding to its mixers.
-            states = getattr(original_class(text), "_is_stateful", False)
-            found = beside if states or not isinstance(beside, str) else found
-        _proofs[key] = found
+        states = getattr(original_class(text), "_is_stateful", False)
+        _proofs[key] = _tried(functools.partial(_shown, body, inner, small), inner, states)
     return _proofs[key]
+
+
+_WAYS: tuple[tuple[str, dict[str, bool]], ...] = (
+    ("with one row of live tokens", {"mixes": False}),
+    ("with the padding of its mixers alone", {"mixes": True}),
+    ("with the padding of its mixers, and with what is before a row's tokens", {"mixes": True, "leading": True}),
+)
+"""The ways to call a body, in the order in which they are tried."""
+
+
+def _tried(shown: Callable[..., Proof | str], inner: str, states: bool) -> Proof | str:
+    """Returns the proof of the first way that a body can be called, with the attempts before it; or why there is none,
+    by the first attempt, or for a body of states by the last, with all of them."""
+    failed: list[tuple[str, str]] = []
+    for way, options in _WAYS:
+        # A module around a body must not take over what the body inside may do better.
+        if options.get("leading") and (inner or not failed[-1][1].startswith(_OTHER_NUMBERS)):
+            continue
+        found = shown(**options)
+        if not isinstance(found, str):
+            return dataclasses.replace(found, attempts=tuple(failed))
+        failed.append((way, found))
+    # Of a body of states the reason is what is in the way of leaving padding to its mixers.
+    return Reason(failed[-1 if states else 0][1], tuple(failed))
 
 
 def _miniature(body: Any, inner: str, small: Any) -> Any:
@@ -199,14 +232,14 @@ def _compared(
             hidden, routers = hidden_of(plain), routers_of(plain)
             each = hidden.shape[:2] == ids.shape and all(r.shape[:-1].numel() == ids.numel() for r in routers)
     except PROBE_ERRORS as error:
-        return f"no miniature of it can be made: {one_line(error, 120)}"
+        return f"a miniature of it takes no padded batch: {one_line(error, 120)}"
     if not each:
         return "a miniature of it gives no hidden state for each token"
     if routed and not routers:
         return "a miniature of it gives no router_logits"
     wanted = _of_tokens(plain, live)
     if not all(values.isfinite().all() for values in wanted):
-        return "a miniature of it gives no hidden state for each token"
+        return "a miniature of it gives hidden states that are no numbers"
     reason = ""
     ways: tuple[bool | None, ...] = (True, False) if "position_ids" in names else (None,)
     for by_columns in ways[:1] if mixes else ways:
@@ -281,6 +314,8 @@ def _still_linear(module: nn.Linear) -> bool:
     the CPU: its own may be zeros, or be sharded. ms-swift sets one that moves its input to a device."""
     function = getattr(vars(module)["forward"], "__func__", vars(module)["forward"])
     if not isinstance(function, types.FunctionType) or beyond_one_run(function) is not None:
+        return False
+    if trace_of_function(vars(module)["forward"]) is not None:
         return False
     generator = torch.Generator("cpu").manual_seed(5)
 

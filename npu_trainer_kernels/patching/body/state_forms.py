@@ -25,7 +25,7 @@ from ...ops.attention import Segments
 from ...ops.convolution import causal_conv1d
 from ...ops.linear_attention import gated_delta_rule
 from ..patch import PROBE_ERRORS
-from ..probe import agree, repeatable
+from ..probe import agree, repeatable, trace_of_function
 from .state_row import StateRow
 
 __all__ = ["OtherCall", "StateForm", "arguments_of", "compute", "state_form"]
@@ -190,6 +190,8 @@ def state_form(function: types.FunctionType) -> StateForm | None:
     """Returns what a function of a module's file computes; None: nothing that carries a state, or nothing known."""
     own: Any = inspect.unwrap(function)
     name, parameters = own.__name__, set(_signature(own).parameters)
+    if trace_of_function(function) is not None:
+        return None
     if "split_conv1d" in name:
         return StateForm("shortcut") if _returns_none(own) else None
     if "conv1d" in name and "update" not in name and {"hidden_states", "weight", "bias", "activation"} <= parameters:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...ops.embedding import embedding
 from ..classes import original_class
 from ..patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_plain, set_on_instance
-from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, unseen
+from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, trace_of, unseen
 
 __all__ = ["EmbeddingPatch"]
 
@@ -49,10 +49,12 @@ def _asks_for_more(module: nn.Embedding) -> str | None:
 
 
 def _recognise(module: nn.Embedding) -> EmbeddingForm | str:
-    if reason := _asks_for_more(module):
+    if (reason := _asks_for_more(module)) is not None:
         return reason
     if original_class(module).forward is nn.Embedding.forward:
         return EmbeddingForm(None, None, settings_of(module))
+    if (reason := trace_of(module, hooks=False)) is not None:
+        return reason
     # Each buffer has a different number, so the result shows which one is the scale.
     numbers = {1.5 + i: name for i, (name, b) in enumerate(module.named_buffers()) if b.numel() == 1}
     with torch.device("cpu"):

@@ -33,7 +33,7 @@ from ..call import CallSettings
 from ..classes import has_hooks, original_class
 from ..parallel import plain_inside, serve_inside
 from ..patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, no_plain, set_on_instance
-from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, unseen
+from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, trace_of, unseen
 from ..undo import Undo
 from .gate_forms import GateForm, gate_of, joined_gate_form, numbers_of
 from .norm_forms import full_shape
@@ -181,6 +181,9 @@ def _recognise(module: Any) -> ExpertsForm | str:
     if len(arguments) != 3:
         return f"its forward takes {', '.join(arguments)}"
     activation = _activation(module)
+    traces = trace_of(module, hooks=False), None if activation is None else trace_of(activation)
+    if (reason := next(filter(None, traces), None)) is not None:
+        return reason
     form = ExpertsForm(
         arguments=arguments,
         gate=None if "_apply_gate" in vars(module) else _gate(module, kind),

@@ -32,7 +32,7 @@ from ..bound_forwards import has_other_forward
 from ..call import CallSettings
 from ..classes import has_hooks, original_class
 from ..patch import PLAIN, PROBE_ERRORS, LateRefusal, Patch, Scene, Site, no_float, set_on_instance
-from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, unseen
+from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, trace_of, unseen
 from ..undo import Undo
 from .gate_forms import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 
@@ -168,6 +168,9 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     others = [(name, module.get_submodule(name)) for name in leaves]
     if reason := next(filter(None, map(unseen, (module, *(leaf for _, leaf in others)))), None):
         return reason  # before a probe that would change the module
+    traces = (trace_of(module, hooks=False), *(trace_of(leaf) for _, leaf in others))
+    if (reason := next(filter(None, traces), None)) is not None:
+        return reason
     stands_for = tuple((name, original_class(leaf), settings_of(leaf)) for name, leaf in others)
     probe = torch.ones(*_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
     try:

@@ -32,7 +32,7 @@ from ...ops.norms import (
 from ..bound_forwards import has_other_forward
 from ..classes import has_hooks, original_class
 from ..patch import PROBE_ERRORS, no_plain
-from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, unseen
+from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, trace_of, unseen
 
 __all__ = [
     "Form",
@@ -327,6 +327,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def _recognise(module: nn.Module) -> Form | str:
     parameters = dict(module.named_parameters())
+    if (reason := trace_of(module, hooks=False)) is not None:
+        return reason
     names = list(parameters)
     width = full_shape(parameters["weight"])[0] if names else _own_width(module)
     # Explicit dtype and device: the user may have set other defaults.

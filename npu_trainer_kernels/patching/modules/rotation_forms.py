@@ -27,6 +27,7 @@ from ...ops.checks import FLOATS
 from ...ops.rope import CASTINGS, PAIRS, TABLES, Rotation, rope_of_checked, rope_reference, rotation
 from ..bound_forwards import own_function
 from ..patch import PROBE_ERRORS
+from ..probe import trace_of_function
 
 __all__ = ["RopeForm", "RotationCall", "form_of_call", "rope_form", "rotate", "rotates", "rotation_call",
            "rotations_of"]  # fmt: skip
@@ -194,9 +195,13 @@ def rotates(name: str) -> bool:
     return any(part in name for part in ("rotary", "rope"))
 
 
-@functools.cache
 def rope_form(function: Callable[..., Any]) -> RopeForm | None:
     """Returns the form of `ops.rope` that equals the function bit for bit, or None."""
+    return _rope_form(function) if trace_of_function(function) is None else None
+
+
+@functools.cache
+def _rope_form(function: Callable[..., Any]) -> RopeForm | None:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

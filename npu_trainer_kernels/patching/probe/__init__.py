@@ -12,10 +12,11 @@ from .agreement import MODES, agree, repeatable
 from .miniature import VOCABULARY, miniature, miniature_around, small_config
 from .settings import Settings, changed, functions_of, settings_of, unseen
 from .source import beyond_one_run, called_on_self, plain_forward, rewritten_forward, self_attribute, source_of
-from .traces import trace_of, trace_of_all, trace_of_class, trace_of_function, traces_within
+from .traces import TRACE, trace_of, trace_of_all, trace_of_class, trace_of_function, trace_of_operators, traces_within
 
 __all__ = [
     "MODES",
+    "TRACE",
     "VOCABULARY",
     "Settings",
     "agree",
@@ -36,6 +37,7 @@ __all__ = [
     "trace_of_all",
     "trace_of_class",
     "trace_of_function",
+    "trace_of_operators",
     "traces_within",
     "unseen",
 ]

@@ -5,7 +5,8 @@ Code cannot change what it cannot reach. So foreign code leaves no trace if ever
 module's attributes, its class, globals, closures, default arguments) cannot be changed (numbers, strings, tuples,
 functions that leave no trace) or is put back after a look (tensors, the modules of a tree: `kept_state`), and if it
 writes to local variables alone. Anything else (a list, a dictionary, a counter, an iterator, a generator of numbers of
-its own) counts as a trace, whether the code writes to it or not.
+its own) counts as a trace, whether the code writes to it or not; lists, dictionaries and sets do if any of the code
+calls one of `_REFILLING`.
 
 Code of the packages in `_KNOWN` is taken as it is, but for functions of others that have been put into it: hooks,
 forwards set on instances, names in its modules, attributes of its classes.
@@ -26,13 +27,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._device import DeviceContext
+from transformers import PretrainedConfig
 
 from ..classes import GLOBAL_HOOKS, original_class
 from .source import source_of
 
-__all__ = ["trace_of", "trace_of_all", "trace_of_class", "trace_of_function", "traces_within"]
+__all__ = ["TRACE", "trace_of", "trace_of_all", "trace_of_class", "trace_of_function", "trace_of_operators", "traces_within"]
 
+TRACE = "a run of its code may leave a trace"
+"""The beginning of each reason."""
 _KNOWN = frozenset((
     "torch", "transformers", "npu_trainer_kernels", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes", "torchao",
     "torch_npu", "kernels", "flash_attn", "fla", "causal_conv1d", "mamba_ssm", "triton", "liger_kernel", "numpy",
@@ -43,7 +46,7 @@ _KNOWN = frozenset((
 _FOLLOWED = frozenset(("transformers", "peft", "trl", "accelerate"))
 """Those of them into whose modules other code puts functions of its own; what their functions call is looked at."""
 _HARMLESS = frozenset((
-    "math", "random", "operator", "_operator", "functools", "itertools", "typing", "collections", "numbers", "abc",
+    "math", "random", "functools", "itertools", "typing", "collections", "numbers", "abc",
     "enum", "dataclasses", "contextlib", "copy", "types", "warnings", "builtins", "logging",
 ))  # fmt: skip
 """Modules of the standard library whose functions change at most what they are given, or the generator of `random`."""
@@ -58,6 +61,14 @@ _OF_MODULES = frozenset((
     "__setstate__", "__delattr__", "set_", "__dict__", "__class__", "__globals__", "__closure__", "__code__",
 ))  # fmt: skip
 """Names in code that change a module or a tensor otherwise than by a store."""
+_REFILLING = frozenset((
+    "append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard", "sort",
+    "reverse", "difference_update", "intersection_update", "symmetric_difference_update", "__setitem__", "__delitem__",
+    "__iadd__", "__ior__", "__isub__", "__iand__", "__ixor__", "__imul__",
+))  # fmt: skip
+"""Names in code that change a list, a dictionary or a set."""
+_MODES = ("torch.utils._device", "torch._subclasses", "torch._functorch", "torch.fx", "npu_trainer_kernels")
+"""The files of modes that keep nothing of the operators that they see."""
 _SPECIAL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__", "__getattribute__")
 _GENERATORS = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
 _PLAIN = (
@@ -185,6 +196,8 @@ class _Judge:
 
     def __init__(self, inside: Iterable[nn.Module] = (), *, fresh: bool = False) -> None:
         self._inside, self._fresh = set(map(id, inside)), fresh
+        self._container: str | None = None  # the first list, dictionary or set that code reads
+        self._refills: str | None = None  # the first function that changes one
         self._kinds: dict[type, tuple[tuple[str, ...], list[Any]]] = {}
         self._known_reasons: dict[int, tuple[Any, str | None]] = {}  # by id, with the object: so the id stays its own
 
@@ -280,6 +293,8 @@ class _Judge:
         if writes is not None:
             return f"{name} {writes}"
         names, space = _names(code), function.__globals__
+        if self._refills is None and (refills := names & _REFILLING):
+            self._refills = f"{name} calls {min(refills)}"
         if not self._fresh and (changes := names & _OF_MODULES):
             return f"{name} calls or reads {min(changes)}"
         imports = (s.argval for c in _codes(code) for s in dis.get_instructions(c) if s.opname == "IMPORT_NAME")
@@ -290,13 +305,13 @@ class _Judge:
             if isinstance(value, types.ModuleType):
                 reason = self._of_module(value, names)
             else:
-                reason = self.value(each, value)
+                reason = self.value(each, value, names)
             if reason is not None:
                 return _within(name, reason)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
         held = [(word, cell.cell_contents) for word, cell in cells if _is_full(cell) and word != "__class__"]
         held += [("a default", v) for v in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
-        reasons = (self.value(word, value) for word, value in held)
+        reasons = (self.value(word, value, names) for word, value in held)
         found = next(filter(None, reasons), None)
         return None if found is None else _within(name, found)
 
@@ -306,15 +321,18 @@ class _Judge:
             return self._put_into(module, names)
         if _is_of_python(module.__name__):
             return None if _may_be_called(module.__name__) else f"uses {module.__name__}"
-        reasons = (self.value(name, vars(module)[name]) for name in names if name in vars(module))
+        reasons = (self.value(name, vars(module)[name], names) for name in names if name in vars(module))
         return next(filter(None, reasons), None)
 
-    def value(self, name: str, value: Any) -> str | None:
-        """Returns which trace code may leave that reads a value, or None."""
+    def value(self, name: str, value: Any, names: Iterable[str] = ()) -> str | None:
+        """Returns which trace code may leave that reads a value, or None. `names`: those in the code."""
         if isinstance(value, _PLAIN):
             return None
-        if isinstance(value, tuple | frozenset):
-            return next(filter(None, (self.value(name, each) for each in value)), None)
+        if isinstance(value, tuple | frozenset) or type(value) in (list, set, dict):
+            if not isinstance(value, tuple | frozenset):
+                self._container = self._container or f"reads {name}, a {type(value).__name__}"
+            inside = value.values() if isinstance(value, dict) else value
+            return self._once(value, lambda: next(filter(None, (self.value(name, v, names) for v in inside)), None))
         if isinstance(value, torch.Tensor):
             return None if _is_known(type(value).__module__) else f"reads {name}, a {type(value).__name__}"
         if isinstance(value, nn.Module):
@@ -324,11 +342,30 @@ class _Judge:
         if isinstance(value, _FUNCTIONS):
             return self.function(value)
         root = type(value).__module__.partition(".")[0]
-        if root == "transformers" or isinstance(value, logging.Logger):  # configurations, tables of functions
+        if isinstance(value, logging.Logger):
+            return None
+        if isinstance(value, PretrainedConfig | types.SimpleNamespace) or (root not in _KNOWN and hasattr(value, "__dict__")):
+            return self._once(value, lambda: self._holder(name, value, frozenset(names)))
+        if root == "transformers":  # tables of functions
             return None
         if root == "typing" or isinstance(value, types.GenericAlias | types.UnionType):
             return None
         return f"reads {name}, a {type(value).__name__}, which may change"
+
+    def _holder(self, name: str, value: Any, names: frozenset[str]) -> str | None:
+        """Judges an object by the code of its class, and by the attributes that code reads of it."""
+        kind, held = type(value), vars(value)
+        if not (isinstance(value, PretrainedConfig) or kind is types.SimpleNamespace) and (
+            _is_of_python(kind.__module__) or kind.__getattribute__ is not object.__getattribute__
+        ):
+            return f"reads {name}, a {kind.__name__}, which may change"
+        for base in kind.__mro__[:-1]:
+            for each, code in vars(base).items() if not _is_known(base.__module__) else ():
+                named = each in names or (each.startswith("__") and each not in ("__init__", "__new__"))
+                if named and isinstance(code, _FUNCTIONS) and (reason := self.function(code)) is not None:
+                    return f"reads {name}, a {kind.__name__}, whose {reason}"
+        reasons = (self.value(f"{name}.{each}", held[each], names) for each in names if each in held)
+        return next(filter(None, reasons), None)
 
     def _outside(self, name: str, module: nn.Module) -> str | None:
         """Judges a module that is in no tree: nothing of it is put back."""
@@ -373,13 +410,15 @@ class _Judge:
             value = own[name] if name in own else _attribute(kind, name)
             if value is _ABSENT or isinstance(value, _FUNCTIONS) or (known and _is_known_object(value)):
                 continue
-            if (reason := self._attribute(name, value)) is not None:
+            if not self._fresh and (reason := self.value(name, value, names)) is not None:
                 return f"{kind.__name__} {reason}"
         listed = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if hooks else ()
         return next((f"a hook: {reason}" for hook in listed if (reason := self.function(hook)) is not None), None)
 
-    def _attribute(self, name: str, value: Any) -> str | None:
-        return None if self._fresh else self.value(name, value)
+    def of_containers(self) -> str | None:
+        """Returns which list, dictionary or set the code that was judged may change, or None."""
+        both = self._container is not None and self._refills is not None
+        return f"{self._refills}, and it {self._container}" if both else None
 
 
 _ABSENT: Any = object()
@@ -468,8 +507,30 @@ def _codes_of(function: Any) -> Iterator[types.CodeType]:
 
 
 def trace_of(module: nn.Module, *, hooks: bool = True) -> str | None:
-    """Returns which trace a run of a module's code, without its children's, may leave, or None."""
-    return _said(_Judge(module.modules()).module(module, hooks))
+    """Returns which trace a run of a module's code, without its children's, may leave, or None. `hooks`: whether its own
+    hooks run, too; those of all modules do."""
+    judge = _Judge(module.modules())
+    return _said(_of_all_modules(judge) or judge.module(module, hooks) or judge.of_containers())
+
+
+def trace_of_operators() -> str | None:
+    """Returns which trace any operator may leave, since a mode of torch sees it, or None."""
+    return _said(_of_modes())
+
+
+def _of_modes() -> str | None:
+    modes = (*torch.overrides._get_current_function_mode_stack(),
+             *torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # fmt: skip
+    other = next((type(mode).__name__ for mode in modes if not type(mode).__module__.startswith(_MODES)), None)
+    return None if other is None else f"{other} looks at every operator"
+
+
+def _of_all_modules(judge: _Judge) -> str | None:
+    """Judges what sees every module, or every operator."""
+    if (mode := _of_modes()) is not None:
+        return mode
+    hooks = (hook for table in GLOBAL_HOOKS for hook in table.values())
+    return next((f"a hook of all modules: {r}" for hook in hooks if (r := judge.function(hook)) is not None), None)
 
 
 def trace_of_all(model: nn.Module) -> str | None:
@@ -479,18 +540,14 @@ def trace_of_all(model: nn.Module) -> str | None:
 
 
 def traces_within(model: nn.Module) -> Callable[[nn.Module], str | None]:
-    """Returns `trace_of_all` for modules of a model, which judges each function once."""
-    judge = _Judge(model.modules())
+    """Returns `trace_of_all` for modules of a model, within which attributes are put back."""
+    inside = list(model.modules())
 
     def trace(module: nn.Module) -> str | None:
-        modes = (*torch.overrides._get_current_function_mode_stack(),
-                 *torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # fmt: skip
-        other = next((mode for mode in modes if not isinstance(mode, DeviceContext)), None)
-        if other is not None:
-            return _said(f"{type(other).__name__} looks at every operator")
-        hooks = (hook for table in GLOBAL_HOOKS for hook in table.values())
-        reason = next((f"a hook: {r}" for hook in hooks if (r := judge.function(hook)) is not None), None)
-        return _said(reason or next(filter(None, map(judge.module, module.modules())), None))
+        judge = _Judge(inside)
+        reason = _of_all_modules(judge)
+        reason = reason or next(filter(None, map(judge.module, module.modules())), None)
+        return _said(reason or judge.of_containers())
 
     return trace
 
@@ -503,13 +560,14 @@ def trace_of_class(kind: type[nn.Module], modules: Iterable[nn.Module] = ()) -> 
     for each in dict.fromkeys(original_class(module) for module in modules):
         if reason is None and _is_known(each.__module__):
             reason = next(filter(None, map(judge.function, _reached(each, {})[1])), None)
-    return _said(reason)
+    return _said(reason or judge.of_containers())
 
 
 def trace_of_function(function: Callable[..., Any]) -> str | None:
     """Returns which trace a call of a function may leave, or None."""
-    return _said(_Judge().function(function))
+    judge = _Judge()
+    return _said(judge.function(function) or judge.of_containers())
 
 
 def _said(reason: str | None) -> str | None:
-    return None if reason is None else f"a run of its code may leave a trace: {reason}"
+    return None if reason is None else f"{TRACE}: {reason}"
