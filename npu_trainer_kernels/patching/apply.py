@@ -283,8 +283,8 @@ class NpuKernels:
         """Warns, once, where the model's own attention drops what its layers ask for."""
         for site in self._report.sites:
             for path in site.paths if site.op == PaddingPatch.op else ():
-                config = model.get_submodule(path).config.get_text_config()
-                text = dropped_options(site.kind, config, site.form.proof, where)
+                body: Any = model.get_submodule(path)
+                text = dropped_options(site.kind, body.config.get_text_config(), site.form.proof, where)
                 if text is not None and text not in self._report.notes:
                     self._report.note(text)
                     warnings.warn(f"NPU kernels: {text}", stacklevel=2)

@@ -35,8 +35,8 @@ def dropped_options(kind: type, config: Any, proof: Proof, where: torch.device) 
         return None
     from transformers.integrations.npu_flash_attention import npu_flash_attn_func, npu_flash_attn_varlen_func
 
-    known = inspect.signature(npu_flash_attn_func).parameters.keys()
-    known &= inspect.signature(npu_flash_attn_varlen_func).parameters.keys()
+    both = npu_flash_attn_func, npu_flash_attn_varlen_func
+    known = set.intersection(*(set(inspect.signature(function).parameters) for function in both))
     asked = {
         "window_size": any(window for window, _, _ in proof.asked),
         "softcap": any(softcap for _, softcap, _ in proof.asked),
