@@ -35,6 +35,7 @@ __all__ = [
     "graph_class",
     "grouped_product_by",
     "has_atomic_index_add",
+    "has_flash_of_its_own",
     "has_fp32_output_product",
     "has_fp64",
     "has_libdevice",
@@ -472,6 +473,11 @@ def gains_by_segments_alone(device: torch.device) -> bool:
     """Whether attention by segments, one after another in torch, is worth leaving padding out for. On an NPU nobody has
     seen it gain anything over the batch with its padding."""
     return kind_of(device) != "npu"
+
+
+def has_flash_of_its_own(device: torch.device) -> bool:
+    """Whether transformers has a flash attention of its own for the device, around the vendor's operator."""
+    return kind_of(device) == "npu"
 
 
 @functools.cache

@@ -14,9 +14,11 @@ trainer, not to a layer: `apply_npu_kernels` and `NpuKernelsCallback` bring it, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.requirements import Requirement
 from torch import nn
 
 from . import device
@@ -32,6 +34,10 @@ __all__ = ["DEVICES", "kernel_config", "kernel_mapping", "report"]
 
 DEVICES = tuple(kind for kind in device.KINDS if kind != "other")
 """The kinds of device for which the layers are registered, by the names that `kernels` has for them."""
+
+
+# The versions that are tested together (`locks/hub-kernels.in`).
+_PAIR = "transformers==5.22.2 kernels==0.17.2"
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,10 @@ def kernel_config(layers: Sequence[str] | None = None) -> "KernelConfig":
         from transformers.utils import is_kernels_available
     except ImportError as error:
         raise MissingDependencyError(
-            "kernel_config needs a transformers with KernelConfig: pip install --upgrade 'transformers[kernels]'"
+            f"kernel_config needs a transformers with KernelConfig; these two were tested together: pip install {_PAIR}"
         ) from error
     if not is_kernels_available():
-        raise MissingDependencyError(
-            "kernel_config needs the package kernels in a version that the installed transformers takes: "
-            "pip install 'transformers[kernels]'"
-        )
+        raise MissingDependencyError(_kernels_to_install())
 
     class NpuKernelConfig(KernelConfig):
         """Maps the layers that a model has; transformers calls both methods once it has made the model."""
@@ -118,6 +121,25 @@ def kernel_config(layers: Sequence[str] | None = None) -> "KernelConfig":
             self.kernel_mapping = {**others, **kernel_mapping(chosen)}
 
     return NpuKernelConfig(inherit_mapping=False)
+
+
+def _kernels_to_install() -> str:
+    """Returns what `kernel_config` needs, with a command that leaves the installed transformers alone. The extra
+    `transformers[kernels]` makes pip go back to an older transformers if the index has no such `kernels`."""
+    installed = metadata.version("transformers")
+    of_extra = (Requirement(each) for each in metadata.requires("transformers") or ())
+    wanted = next(
+        (f"kernels{each.specifier}" for each in of_extra
+         if each.name == "kernels" and each.marker is not None and each.marker.evaluate({"extra": "kernels"})),
+        "kernels",
+    )  # fmt: skip
+    text = f"kernel_config needs {wanted}, as transformers {installed} takes it: pip install '{wanted}'"
+    if f"transformers=={installed}" in _PAIR:
+        return text
+    return (
+        f"{text}. If the index has no such version: these two were tested together, and replace transformers "
+        f"{installed}: pip install {_PAIR}"
+    )
 
 
 def _hub_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

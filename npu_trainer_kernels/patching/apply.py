@@ -16,7 +16,7 @@ from ..options import check_capture, check_ops, check_tiled_mlp
 from ..support.switch import check_switch
 from ..support.tested import newer_torch
 from .audit import Audit
-from .body import PaddingPatch, draws_for_tokens, outermost_body
+from .body import PaddingPatch, draws_for_tokens, dropped_options, outermost_body
 from .bound_forwards import BoundForwards, kernel_of_package
 from .call import CallSettings, leave_calls, track_calls
 from .classes import leaves_out_hooks, original_class
@@ -271,6 +271,7 @@ class NpuKernels:
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
         self._note_others(model)
+        self._warn_of_attention(model, where)
         if (newer := newer_torch(str(torch.__version__))) is not None:
             self._report.note(newer)
         self._there = self._classes_now()
@@ -284,6 +285,16 @@ class NpuKernels:
             if reason is not None and any(each.startswith(f"{path}." if path else "") for each in replaced - {path}):
                 kind = original_class(module).__name__
                 self._report.note(f"what is replaced inside {kind} may have no calls: {reason}")
+
+    def _warn_of_attention(self, model: nn.Module, where: torch.device) -> None:
+        """Warns, once, where the model's own attention drops what its layers ask for."""
+        for site in self._report.sites:
+            for path in site.paths if site.op == PaddingPatch.op else ():
+                body: Any = model.get_submodule(path)
+                text = dropped_options(site.kind, body.config.get_text_config(), site.form.proof, where)
+                if text is not None and text not in self._report.notes:
+                    self._report.note(text)
+                    warnings.warn(f"NPU kernels: {text}", stacklevel=2)
 
     def _capture_layers(self, model: nn.Module, mode: str, where: torch.device) -> None:
         """Has the decoder layers captured, last of all: what is captured are the patched layers."""

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -18,7 +20,7 @@ from npu_trainer_kernels import apply_npu_kernels, backends
 from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.modules import experts as experts_module
 from tests.closeness import assert_as_close, rounded, rounded_if_needed
-from tests.models import assert_outcome_close, batch, loss_and_gradients, module_of, small_model
+from tests.models import SMALL, assert_outcome_close, batch, loss_and_gradients, module_of, small_model
 from tests.patching.padded import padded
 
 OP = "moe_experts"
@@ -338,7 +340,7 @@ def test_quantised_weights_are_left_alone():
 
 def test_weights_that_are_computed_anew_are_left_alone():
     model = made("silu")
-    nn.utils.parametrize.register_parametrization(model.experts, "down_proj", nn.Identity())
+    parametrize.register_parametrization(model.experts, "down_proj", nn.Identity())
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         said = "it has no parameter down_proj (adapters and quantisation put theirs in the place of it)"
         assert left_alone(kernels) == said
@@ -534,39 +536,76 @@ def test_a_device_where_nothing_was_measured(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def adapted(seed: int = 0) -> Any:
+MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager")
+
+
+def adapted(family: str, **targets: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    model = small_model("qwen3-moe", output_router_logits=False)
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    torch.manual_seed(seed)
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=names, r=2, init_lora_weights=False)
-    return get_peft_model(model, config)
+    torch.manual_seed(0)
+    model: Any = MixtralForCausalLM(MIXTRAL) if family == "mixtral" else small_model(family, output_router_logits=False)
+    torch.manual_seed(0)
+    return get_peft_model(model.train(), LoraConfig(r=2, init_lora_weights=False, **targets))
 
 
-def test_adapters_on_expert_parameters():
-    """While they are called a module has no parameter of that name."""
-    model = adapted()
+PARAMETERS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "target_modules": ["q_proj"]}
+ONE_PARAMETER = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": ["q_proj"]}
 
-    def outcome(of: Any) -> dict[str, torch.Tensor]:
-        loss = of(**batch()).loss
-        loss.backward()
-        return {"loss": loss.detach(), **{n: p.grad for n, p in of.named_parameters() if p.grad is not None}}
 
-    expected = outcome(adapted())
+def gradients_of_adapters(of: Any) -> dict[str, torch.Tensor]:
+    of.zero_grad()
+    loss = of(**batch()).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in of.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3-moe", PARAMETERS),
+        ("qwen3-moe", ONE_PARAMETER),
+        ("qwen3-moe", {"target_modules": "all-linear"}),
+        ("mixtral", {"target_modules": "all-linear"}),
+    ],
+    ids=["both parameters", "one parameter", "all-linear", "mixtral all-linear"],
+)
+def test_adapters_on_expert_parameters(family: str, targets: dict[str, Any]) -> None:
+    """While they are called a module has the sum of weight and adapters in the place of a parameter."""
+    model, plain = adapted(family, **targets), adapted(family, **targets)
+    expected, truth = gradients_of_adapters(plain), gradients_of_adapters(adapted(family, **targets).double())
+    assert any("experts" in name and value.abs().max() > 0 for name, value in expected.items())
     with apply_npu_kernels(model, ops=[OP]) as kernels:
-        found = outcome(model)
-        assert kernels.report().ran == {OP: 0}
-        said = "it has no parameter gate_up_proj (adapters and parametrisations put theirs in the place of it)"
-        assert declined(kernels) == {said: 2}
-        wrapped = "it wraps experts: while it puts adapted weights in the place of theirs, they run their own code"
-        assert kernels.report().text().count(f"2 ParamWrapper: {wrapped}") == 1
+        found = gradients_of_adapters(model)
+        assert (kernels.report().ran, declined(kernels)) == ({OP: 2}, {})
+        assert "ParamWrapper" not in kernels.report().text(full=True)
+        # Switched off, the weights are the module's own again.
+        with model.disable_adapter():
+            model(**batch())
+        assert kernels.report().ran == {OP: 4}
     assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    # Switched off, the weights are the module's own again.
-    with apply_npu_kernels(model, ops=[OP]) as kernels, model.disable_adapter():
+    moved = rounded_if_needed(lambda: gradients_of_adapters(plain))
+    for name, value in found.items():
+        assert_as_close(value, expected[name], truth[name], name, moved(name))
+    for name, value in gradients_of_adapters(model).items():  # nothing is left behind
+        assert torch.equal(value, expected[name])
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def test_other_parametrisations_run_the_models_own_code():
+    """They may compute another weight each time that they are read."""
+    model = small_model("qwen3-moe", output_router_logits=False)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        for layer in model.model.layers:
+            parametrize.register_parametrization(layer.mlp.experts, "down_proj", Doubled())
         model(**batch())
-        assert kernels.report().ran == {OP: 2}
+        said = "it has no parameter down_proj (adapters and parametrisations put theirs in the place of it)"
+        assert declined(kernels) == {said: 2}
+        for layer in model.model.layers:
+            parametrize.remove_parametrizations(layer.mlp.experts, "down_proj", leave_parametrized=False)
 
 
 def test_adapters_elsewhere_leave_frozen_experts_to_the_op():

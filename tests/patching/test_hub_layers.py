@@ -8,6 +8,8 @@ import gc
 import inspect
 import types
 import weakref
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from npu_trainer_kernels.patching.bound_forwards import has_other_forward, is_ke
 from npu_trainer_kernels.patching.hub_layers import NAMES, CausalConv1d, GatedMlp, RMSNorm, RotaryEmbedding, layer_of
 from tests.closeness import assert_op_close
 from tests.models import batch, loss_and_gradients, small_model
+
+ROOT = Path(__file__).parents[2]
 
 
 def kernelized(module: Any, layer: type[nn.Module]) -> Any:
@@ -283,17 +287,58 @@ def test_wrong_layers_are_named(ask):
         ask("RMSNorm")
 
 
-def test_without_the_package_the_command_is_named(monkeypatch):
-    monkeypatch.setattr("transformers.utils.is_kernels_available", lambda: False)
-    with pytest.raises(MissingDependencyError, match=r"in a version that the installed transformers takes: pip install "
-                       r"'transformers\[kernels\]'"):  # fmt: skip
+@pytest.fixture
+def described(monkeypatch):
+    """Installs a transformers by its description alone."""
+
+    def install(version: str, *requires: str) -> None:
+        monkeypatch.setattr("transformers.utils.is_kernels_available", lambda: False)
+        monkeypatch.setattr(metadata, "version", {"transformers": version}.__getitem__)
+        monkeypatch.setattr(metadata, "requires", {"transformers": list(requires) or None}.__getitem__)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("version", "others"), [("5.23.0", True), ("5.22.2", False)], ids=["newer than the tested pair", "of the pair"]
+)
+def test_without_the_package_the_command_leaves_transformers_alone(described, version, others):
+    """`transformers[kernels]` replaces 5.23 and 5.24 by 5.22.2, since the index has no kernels 0.18."""
+    described(version, "torch>=2.4", 'kernels<0.19,>=0.18.2; extra == "kernels"', 'kernels==9; extra == "dev"')
+    with pytest.raises(MissingDependencyError) as told:
         kernel_config()
+    first, *more = str(told.value).split(". ", 1)
+    wanted = "kernels<0.19,>=0.18.2"
+    assert first == f"kernel_config needs {wanted}, as transformers {version} takes it: pip install '{wanted}'"
+    pair = f"two were tested together, and replace transformers {version}: pip install {' '.join(tested_pair())}"
+    assert [each.endswith(pair) for each in more] == [True] * others
+
+
+def test_a_transformers_that_names_no_kernels_takes_any(described):
+    described("5.0.0")
+    with pytest.raises(MissingDependencyError, match=r"needs kernels, as .* takes it: pip install 'kernels'\."):
+        kernel_config()
+
+
+def tested_pair() -> list[str]:
+    """The versions of the environment in which the layers are tested with `kernels` itself."""
+    lines = (ROOT / "locks" / "hub-kernels.in").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def test_the_page_names_the_tested_pair():
+    page = (ROOT / "docs" / "ways-in" / "hub-kernels.md").read_text()
+    assert f"pip install {' '.join(tested_pair())}\n" in page
+    transformers, kernels = (each.split("==") for each in sorted(tested_pair(), reverse=True))
+    assert f"with {' '.join(kernels)} and {' '.join(transformers)}" in page
 
 
 def test_without_its_config_transformers_is_too_old(monkeypatch):
     monkeypatch.setattr("transformers.utils.is_kernels_available", None)
     monkeypatch.delattr("transformers.utils.is_kernels_available")
-    with pytest.raises(MissingDependencyError, match="needs a transformers with KernelConfig: pip install --upgrade"):
+    with pytest.raises(
+        MissingDependencyError, match=f"KernelConfig; .* together: pip install {' '.join(tested_pair())}"
+    ):
         kernel_config()
 
 

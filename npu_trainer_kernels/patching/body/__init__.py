@@ -10,11 +10,13 @@ For each batch, in this order:
    modules that take no such row get the padded batch.
 5. `caches.py`: computes the KV cache that a training forward was asked for, when other code reads it.
 
-Batches that a collator has packed already (`user_rows.py`) begin with the third step.
+Batches that a collator has packed already (`user_rows.py`) begin with the third step; `mixed_rows.py` says whether the
+body's own code keeps their rows apart. `dropped_options.py` says where its own attention drops what it is given.
 
 Once for each class of body, `proof.py` compares both ways on a miniature of it.
 """
 
+from .dropped_options import dropped_options
 from .layout import MIN_SAVED
 from .packed import (
     PackedMask,
@@ -40,6 +42,7 @@ __all__ = [
     "Unserved",
     "attend_by_segments",
     "draws_for_tokens",
+    "dropped_options",
     "first_rows",
     "foreign_attention",
     "make_mask",

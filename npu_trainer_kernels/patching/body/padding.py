@@ -37,6 +37,7 @@ from ..undo import Undo
 from .batch import Batch, hidden_of
 from .caches import cache_field, can_promise, promised_cache
 from .layout import Layout
+from .mixed_rows import whose_loss
 from .mixers import leave_padding_to_mixers, mixers_under_way
 from .packed import Unserved, attend_by_segments, foreign_attention, under_way
 from .proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
@@ -57,6 +58,8 @@ class Savings:
         live: those with a token.
         computed: the tokens that went through the body.
         trained: the calls with a gradient.
+        packed: the rows that a collator had packed.
+        mixed: what the model's own code does to these, if it does not keep them apart as well, or empty.
         read: why padding is computed from now on, if a loss was found to read it, or empty.
         beside: which modules compute padding nevertheless, or empty.
     """
@@ -65,6 +68,8 @@ class Savings:
     live: int = 0
     computed: int = 0
     trained: int = 0
+    packed: int = 0
+    mixed: str = ""
     read: str = ""
     beside: str = ""
 
@@ -76,6 +81,8 @@ class Savings:
             f"{self.live / self.positions:.0%} of the positions were live"
             + (f", {saved:.0%} of their tokens saved by shared beginnings" if saved else "")
             + (f", {self.beside}" if self.beside else "")
+            + (f", {self.packed} packed rows each by itself" if self.packed else "")
+            + (f", {self.mixed}" if self.mixed else "")
         )
 
 
@@ -369,6 +376,9 @@ class PaddingPatch(Patch):
         savings.positions += positions
         savings.live += batch.layout.live
         savings.computed += batch.computed
+        if packed and (rows := len(batch.layout.lengths)) > batch.shape[0] and not full:
+            savings.packed += rows
+            savings.mixed = whose_loss(module, form.inner, _caches(module, config, given.get("use_cache")))
         if saved and hidden_of(out).requires_grad:
             savings.trained += 1
             if savings.trained <= _FIRST or savings.trained % _EVERY == 0:

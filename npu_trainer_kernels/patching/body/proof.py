@@ -49,13 +49,26 @@ from .mixers import leave_padding_to_mixers
 from .packed import Asked, Unserved, attend_by_segments, foreign_attention, why_not
 from .states import carry_by_segments
 
-__all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
+__all__ = [
+    "OUTPUTS",
+    "ROUTED",
+    "TOLERANCE",
+    "Proof",
+    "in_the_way",
+    "key_of",
+    "miniature_of",
+    "parts_of",
+    "proof_of",
+    "small_of",
+    "unproven",
+    "unserved_layers",
+]
 
 ROUTED = "output_router_logits"
 OUTPUTS = ("output_hidden_states", "output_attentions", ROUTED)
 """Outputs that a body may be asked for and that have padded positions."""
 
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 """The allowed difference between a miniature's two results in fp32, relative to the largest value. Rounding makes about
 1e-6, and a token that attends to a wrong one more than 1e-2, for which the weights are made large enough."""
 _LONG = 160
@@ -111,8 +124,21 @@ def _long_probe() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def _as_key(config: Any) -> str:
-    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+def small_of(text: Any) -> Any:
+    """Returns the configuration of a miniature of a text-only body."""
+    small = small_config(text.config)
+    vars(small).update({name: False for name in OUTPUTS if name in vars(small)})
+    # Code that has replaced an attention may need other ranks for it.
+    plain = text.config._attn_implementation == "sdpa" and foreign_attention("sdpa") is None
+    small._attn_implementation = "sdpa" if plain else "eager"
+    return small
+
+
+def key_of(body: Any, small: Any) -> tuple[type, Any, str]:
+    """Returns what a miniature of a body depends on: its class, its forward, which some libraries exchange, and the
+    small configuration."""
+    kind: Any = original_class(body)
+    return kind, kind.forward, json.dumps(small.to_dict(), sort_keys=True, default=str) + small._attn_implementation
 
 
 _proofs: dict[tuple[type, Any, str], Proof | str] = {}
@@ -120,16 +146,11 @@ _proofs: dict[tuple[type, Any, str], Proof | str] = {}
 
 def proof_of(body: Any, inner: str) -> Proof | str:
     """Returns the proof for a body, or why it is left alone; computed once for a class and a configuration."""
-    kind, text = original_class(body), body.get_submodule(inner)
-    if (reason := trace_of_class(kind, body.modules())) is not None:
+    if (reason := trace_of_class(original_class(body), body.modules())) is not None:
         return reason  # not remembered, since it goes by what others have set
-    small = small_config(text.config)
-    vars(small).update({name: False for name in OUTPUTS if name in vars(small)})
-    # Code that has replaced an attention may need other ranks for it.
-    plain = text.config._attn_implementation == "sdpa" and foreign_attention("sdpa") is None
-    small._attn_implementation = "sdpa" if plain else "eager"
-    # Some libraries exchange the forwards of classes.
-    key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
+    text = body.get_submodule(inner)
+    small = small_of(text)
+    key = key_of(body, small)
     if key not in _proofs:
         states = getattr(original_class(text), "_is_stateful", False)
         _proofs[key] = _tried(functools.partial(_shown, body, inner, small), inner, states)
@@ -160,7 +181,8 @@ def _tried(shown: Callable[..., Proof | str], inner: str, states: bool) -> Proof
     return Reason(failed[-1 if states else 0][1], tuple(failed))
 
 
-def _miniature(body: Any, inner: str, small: Any) -> Any:
+def miniature_of(body: Any, inner: str, small: Any) -> Any:
+    """Returns a miniature of a body, whose text-only body has a small configuration, with random weights on the CPU."""
     made = miniature(original_class(body.get_submodule(inner)), small)
     if not inner:
         return made
@@ -176,7 +198,7 @@ _STATES = "state runs along its rows"
 
 def _shown(real: Any, inner: str, small: Any, *, mixes: bool, leading: bool = False) -> Proof | str:
     try:
-        body = _miniature(real, inner, small)
+        body = miniature_of(real, inner, small)
     except PROBE_ERRORS as error:
         return f"no miniature of it can be made: {one_line(error, 120)}"
     for module in body.modules():
@@ -260,7 +282,7 @@ def _compared(
             return "its attention is not transformers' own"
         pairs = zip(_of_tokens(out, live), wanted, strict=True)
         far = torch.stack([(got - want).abs().max() / want.abs().max() for got, want in pairs]).max()
-        if far <= _TOLERANCE:
+        if far <= TOLERANCE:
             parts = map(original_class, body.get_submodule(inner).modules())
             classes = frozenset((kind, kind.forward) for kind in parts)
             asked = frozenset(() if mixes else packing.asked)

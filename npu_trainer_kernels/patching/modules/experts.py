@@ -6,6 +6,9 @@ else. A probe shows that the class computes this formula: its eager code runs on
 of its own, and the result is compared with the op's. So the real weights may be sharded, quantised or not loaded yet.
 The gate is compared bit for bit (`gate_forms`); an unknown gate runs its original code between the op's products.
 
+While PEFT's adapters of expert parameters are on, the op gets the weights that PEFT makes of both, as the module's own
+code does, and the gradients of these weights go on to the adapters.
+
 Experts outside of the interface have no common code that an op could replace: they are left alone, and the report says
 so.
 """
@@ -110,15 +113,15 @@ class ExpertsForm:
 
     def sizes(self, module: Any) -> tuple[int, int]:
         """Returns the width of rows, and the width between the two products."""
-        shape = full_shape(module._parameters["down_proj"])
+        shape = full_shape(_weight(module, "down_proj"))
         return (shape[2], shape[1]) if self.transposed else (shape[1], shape[2])
 
     def serve(
         self, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, backend: str | None
     ) -> torch.Tensor:
         """Runs the op with the parameters of a module."""
-        first, second = (module._parameters[name] for name in self.weights)
-        first_bias, second_bias = (module._parameters[name] for name in self.biases) if self.biased else (None, None)
+        first, second = (_weight(module, name) for name in self.weights)
+        first_bias, second_bias = (_weight(module, name) for name in self.biases) if self.biased else (None, None)
         code: dict[str, Any] = {}
         if self.gate is None:
             code["gate"] = module._apply_gate if self.gated else module.act_fn
@@ -134,6 +137,34 @@ class ExpertsForm:
         said += ["no gate"] if self.gate is not None and not self.gated else []
         flags = {"transposed": self.transposed, "biases": self.biased, "a norm behind each expert": self.normed}
         return ", ".join([*said, *(name for name, there in flags.items() if there)])
+
+
+_ADAPTERS = "peft."
+"""The beginning of the modules whose parametrisations are adapted weights, which do not change during a call."""
+
+
+def _weight(module: Any, name: str) -> Any:
+    """Returns a parameter, or the weight that adapters have put in its place: PEFT adds theirs while the module is
+    called, and computes the sum once for a call. Its gradient goes on to the adapters."""
+    own = module._parameters.get(name)
+    return getattr(module, name) if own is None and _is_adapted(module, name) else own
+
+
+def _is_adapted(module: Any, name: str) -> bool:
+    parametrisations = module._modules.get("parametrizations")
+    if parametrisations is None or name not in parametrisations:
+        return False
+    return all(type(each).__module__.startswith(_ADAPTERS) for each in parametrisations[name])
+
+
+def _no_weights(module: Any, *names: str) -> str | None:
+    """Returns why the op cannot read the weights of a call, or None."""
+    adapted = [name for name in names if _is_adapted(module, name)]
+    if adapted and any(
+        type(_weight(module, n)) not in PLAIN or _weight(module, n).dtype not in FLOATS for n in adapted
+    ):
+        return "its adapted weights are no plain float32, bfloat16 or float16 tensors"
+    return no_plain(module, *(name for name in names if name not in adapted))
 
 
 def _has_flags(module: nn.Module) -> bool:
@@ -288,7 +319,7 @@ class ExpertsPatch(Patch):
             return "its experts are modules of their own, each with its own products"
         if not _has_flags(module):
             if any(map(_has_flags, module.modules())):
-                return "it wraps experts: while it puts adapted weights in the place of theirs, they run their own code"
+                return None  # a wrapper of adapters: the experts in it are a candidate
             return "its code is its own: it does not come through transformers' experts interface"
         aside = None if _dispatchers(module) or plain_inside(module) else set_on_instance(module)
         found = aside or _implementation(module) or _recognise(module)
@@ -331,7 +362,7 @@ class ExpertsPatch(Patch):
         if x.dim() != 2 or ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(x):
             return "rows, experts and routing weights of shapes that do not go together"
         return (
-            no_plain(module, *form.weights, *form.biases)
+            _no_weights(module, *form.weights, *form.biases)
             or _other_dtype(module, form, x)
             or _implementation(module)
             or _exchanged(module, form)
@@ -362,7 +393,7 @@ def _in_weights_dtype(module: Any) -> bool:
 
 
 def _dtype_of_products(module: Any, form: ExpertsForm, x: torch.Tensor) -> torch.dtype:
-    dtype, own = compute_dtype(x), module._parameters[form.weights[0]].dtype
+    dtype, own = compute_dtype(x), _weight(module, form.weights[0]).dtype
     return own if dtype is not own and _in_weights_dtype(module) else dtype
 
 
@@ -378,7 +409,7 @@ def _unserved(site: Site, module: Any, x: torch.Tensor) -> str | None:
 
 def _other_dtype(module: Any, form: ExpertsForm, x: torch.Tensor) -> str | None:
     """Returns why the products have no common dtype, or None."""
-    (first, *others) = (module._parameters[name].dtype for name in (*form.weights, *form.biases))
+    (first, *others) = (_weight(module, name).dtype for name in (*form.weights, *form.biases))
     if any(dtype is not first for dtype in others):
         return "its parameters are of several dtypes"
     if first is not x.dtype and not autocasts(x) and not _in_weights_dtype(module):
