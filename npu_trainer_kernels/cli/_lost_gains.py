@@ -12,12 +12,12 @@ from ..evidence.families import FIRST, GAINS, Served, read_families, untested
 from ._environment import WARNING, Finding
 from ._process import ENDED, Lines, read
 
-__all__ = ["lost_gains", "main"]
+__all__ = ["looked_at", "lost_gains", "main"]
 
 _WHY = 3  # reasons of one op that are shown
 
 
-def _looked_at(families: Sequence[str], seconds: float) -> dict[str, Served | str]:
+def looked_at(families: Sequence[str], seconds: float) -> dict[str, Served | str]:
     """Returns what families get on the installed versions, or why that is not known."""
     found: dict[str, Served | str] = {}
     command = [sys.executable, "-m", "npu_trainer_kernels.cli._lost_gains", *families]
@@ -79,7 +79,7 @@ def lost_gains(
         return list(_findings(f"transformers {version}", there))
     if not runs:
         return []
-    return list(_findings(", ".join(new), _looked_at(FIRST, seconds)))
+    return list(_findings(", ".join(new), looked_at(FIRST, seconds)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

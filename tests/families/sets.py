@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,18 @@ from npu_trainer_kernels.patching import PATCHES
 
 from .tiny import VARIANTS, families, model_class, tiny_model
 
-__all__ = ["Column", "Found", "document", "look", "measured", "name_of", "text", "write"]
+__all__ = [
+    "Column",
+    "Found",
+    "columns_of",
+    "document",
+    "look",
+    "measured",
+    "name_of",
+    "text",
+    "without_variants",
+    "write",
+]
 
 ROOT = Path(__file__).parents[2]
 # Gain -> results file, workload, and the providers without the gain and with it.
@@ -69,6 +80,11 @@ def name_of(task: str, kind: str) -> str:
     return f"{kind} ({task})" if task == "image-text" else kind
 
 
+def without_variants() -> Iterator[tuple[str, str]]:
+    """Every (task, model type)."""
+    return (family for family in families() if family[1] not in VARIANTS)
+
+
 def look(family: tuple[str, str], steps: bool = True) -> tuple[str, Found]:
     """What one family gets, with its name; without `steps` not what is captured and generated."""
     task, kind = family
@@ -103,7 +119,8 @@ def measured() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _columns(promises: Promises) -> dict[str, Column]:
+def columns_of(promises: Promises) -> dict[str, Column]:
+    """The columns that a file has."""
     return {
         version: {
             name: Found(family.cls, served, family.default)
@@ -168,9 +185,9 @@ def write(only: Iterable[str], jobs: int, steps: bool = True) -> None:
     """Writes the installed version's column; with `only`, of it the lines of these model types. Without `steps` nothing
     runs, and what is captured and generated is taken from the other columns."""
     started, only = time.monotonic(), set(only)
-    chosen = [f for f in families() if f[1] not in VARIANTS and (not only or f[1] in only)]
+    chosen = [family for family in without_variants() if not only or family[1] in only]
     promises = read_families() if PROMISES.exists() else Promises((), {}, {}, {})
-    columns = _columns(promises)
+    columns = columns_of(promises)
     beside = _newest(promises.beside)
     before, column = columns.get(transformers.__version__, {}), Column()
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
