@@ -36,7 +36,8 @@ def other_mlp(release, monkeypatch):
 
 
 def losses(model=None, ops=OPS, generates=False, rollouts=False, **options):
-    with apply_npu_kernels(small_model("llama") if model is None else model, ops=ops, **options) as kernels:
+    model = small_model("llama") if model is None else model  # which the kernels do not keep alive
+    with apply_npu_kernels(model, ops=ops, **options) as kernels:
         if rollouts:
             serve_rollouts(kernels)
         return losses_of(kernels, generates=generates)
