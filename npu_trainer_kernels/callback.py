@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import device
+from .gains import losses_of
 from .options import check_capture, check_ops, check_report, check_rollouts, check_tiled_mlp, parse_override
 from .patching import NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching.call import use_labels
@@ -339,6 +340,8 @@ class NpuKernelsCallback(TrainerCallback):
             report.note(problem)
         if trainer is not None:
             self._serve(trainer, report)
+        if state.is_world_process_zero:
+            self._tell_losses(trainer, report)
         self._compare(args)
         if self._warm_up:
             self._warm_up_kernels(kwargs["model"], trainer, state)
@@ -362,6 +365,18 @@ class NpuKernelsCallback(TrainerCallback):
         self._handle.audit(tell)
         for held in self._served_beside:
             held.audit(tell, training=False)
+
+    def _tell_losses(self, trainer: Trainer | None, report: Report) -> None:
+        """Warns of what the installed versions cost this run (`gains`)."""
+        assert self._handle is not None
+        # TRL's trainers generate with the model that they train, or with vLLM.
+        generates = hasattr(trainer, "generation_config") and not getattr(trainer.args, "use_vllm", False)
+        losses = losses_of(self._handle, generates=generates)
+        if losses is None:
+            return
+        report.note(str(losses))
+        if losses.why:
+            warnings.warn(str(losses), stacklevel=2)
 
     def _serve(self, trainer: Trainer, report: Report) -> None:
         """Makes the changes to the Trainer itself, for the length of this run."""

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
 # From below to above: what imports what, also inside functions and for types alone. A module imports from its own line
 # where both are of one package, and from the lines below.
 LAYERS = (
-    ("support", "evidence.table"),
+    ("support", "evidence.table", "evidence.families"),
     ("device", "options"),
     ("closeness", "evidence", "vendor"),
     ("backends", "tiling"),
@@ -28,6 +28,7 @@ LAYERS = (
     ("patching", "descriptions"),
     ("ascend", "timing", "training"),
     ("rollouts",),
+    ("gains",),
     ("callback", "fit"),
     ("arguments",),
     ("grpo_trainer", "hub_kernels", "run", "verify"),
@@ -36,14 +37,14 @@ LAYERS = (
 )
 # Folders of which other folders import what the folder's own `__init__` hands out, and nothing else.
 FACES = (
-    "ascend", "capture", "cli", "descriptions", "fit", "ops.attention", "ops.convolution", "ops.experts", "ops.head",
+    "ascend", "capture", "cli", "descriptions", "fit", "gains", "ops.attention", "ops.convolution", "ops.experts", "ops.head",
     "ops.linear_attention", "ops.norms", "patching.body", "patching.head", "patching.layers", "patching.modules",
     "patching.probe", "rollouts", "tiling", "training",
 )  # fmt: skip
 # Folders without a face, and why. Others import their files one by one, so each has at most `FILES` of them.
 NO_FACES = {
     "": "the public names, each loaded on first use, and what the whole package is built on",
-    "evidence": "two files; one of them is read where torch must not be imported",
+    "evidence": "three files; two of them are read where torch must not be imported",
     "on_path": "one file, which Python itself finds and runs",
     "ops": "the public ops, and the frame that all ops share (`launch`, `checks`, `fallback`)",
     "patching": "the public names, and the frame that the folders below share (`patch`, `call`, `undo`)",

@@ -19,6 +19,7 @@ from rich.table import Table
 from ..evidence.table import FORM_NAMES
 from . import _launcher
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
+from ._lost_gains import lost_gains
 from ._process import ENDED, read
 from .output import FINE, FOUND, Output, UsageError, new_table
 
@@ -228,6 +229,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     output.show(_found_table("Versions", installed))
     if here.launcher:
         output.show(_found_table("What triton-ascend launches kernels with", here.launcher))
+    found += lost_gains(installed, here.broken, args.timeout, runs=not args.no_self_check)
     lines: list[dict[str, Any]] = []
     device: dict[str, Any] | None = None
     if not args.no_self_check and installed["torch"] and "torch" not in here.broken:

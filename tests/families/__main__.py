@@ -1,7 +1,8 @@
 """Every family, plain and patched: `python -m tests.families`. Prints what is wrong, and is 1 where anything is.
 
 `--write` writes docs/models.md and the overview in README.md. `--overview` runs no family, and writes both from the
-lines that docs/models.md has.
+lines that docs/models.md has. `--sets` compares nothing, and writes what each family gets on the installed version of
+transformers into npu_trainer_kernels/evidence/families.json.
 """
 
 import argparse
@@ -19,6 +20,8 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="model types; none: all")
     parser.add_argument("--write", action="store_true", help="writes the pages, also where something is wrong")
     parser.add_argument("--overview", action="store_true", help="runs nothing; writes the pages' overview anew")
+    parser.add_argument("--sets", action="store_true", help="compares nothing; writes what each family gets")
+    parser.add_argument("--no-steps", action="store_true", help="with --sets: not what is captured and generated")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="processes (default: 2)")
     options = parser.parse_args()
 
@@ -28,6 +31,12 @@ def main() -> int:
         from . import page as pages
 
         pages.write(pages.rows_of(pages.PAGE.read_text()))
+        return 0
+
+    if options.sets:
+        from . import sets
+
+        sets.write(options.only, options.jobs, not options.no_steps)
         return 0
 
     from .page import write
