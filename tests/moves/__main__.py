@@ -1,13 +1,15 @@
 """Families under moved sources: `python -m tests.moves`. Prints what is lost, and is 1 where a loss has no reason.
 
-`--json FILE` writes what is served and what is lost. `--kinds` takes some moves alone; each is made in processes of its
-own. `together` makes all of those at once after which everything can be served.
+Each kind of moves is made in processes of its own; `together` makes all of those at once after which everything can be
+served. Then files with faults are tried: what they change must not be served.
 """
 
 import argparse
 import json
 import sys
 import time
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from tests import conftest  # sets what must be set before the package is imported
@@ -18,33 +20,53 @@ __all__: list[str] = []
 def main() -> int:
     from tests.families.tiny import families
 
-    from .compared import compared, of_families
-    from .kinds import KINDS
+    from .compared import Family, as_faulty, compared, of_families
+    from .faults import FAULTS
+    from .kinds import KINDS, QUICK
 
     parser = argparse.ArgumentParser(prog="python -m tests.moves", description=__doc__)
     parser.add_argument("only", nargs="*", help="model types; none: all")
-    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS), help="moves; default: each")
-    parser.add_argument("--json", help="writes what was found to this file")
+    parser.add_argument("--kinds", nargs="*", choices=[*KINDS, *FAULTS], help="moves and faults; default: each")
+    parser.add_argument("--quick", action="store_true", help="ten families together, and each kind on one of them")
+    parser.add_argument("--json", type=Path, help="writes what was found to this file")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="processes (default: 2)")
     options = parser.parse_args()
-    chosen = [family for family in families() if not options.only or family[1] in options.only]
+    known = list(QUICK) if options.quick else list(families())
+    chosen = [family for family in known if not options.only or family[1] in options.only]
     if unknown := set(options.only) - {kind for _, kind in chosen}:
         parser.error(f"unknown model types: {', '.join(sorted(unknown))}")
 
-    started, failed = time.monotonic(), 0
-    before = of_families("none", chosen, options.jobs)
-    table: dict[str, Any] = {}
-    for kind in options.kinds:
-        found = compared(kind, before, of_families(kind, chosen, options.jobs))
-        table[kind] = {"families": len(chosen), **found}
-        counts = ", ".join(f"{len(each)} {name}" for name, each in found.items())
-        print(f"{kind}: {len(chosen)} families, {counts}; {time.monotonic() - started:.0f} s", flush=True)
-        for name, each in (*found["wrong"].items(), *found["lost in silence"].items()):
-            failed += 1
+    def some(kind: str) -> list[Family]:
+        """The families that a kind is tried on."""
+        if not options.quick or kind == "together":
+            return chosen
+        return [chosen[list(KINDS).index(kind) % len(chosen)]]
+
+    kinds = [*KINDS, *FAULTS] if options.kinds is None else options.kinds
+    beside = {"llama", "qwen3_5"} if options.quick else set()
+    started, failed, table = time.monotonic(), 0, dict[str, Any]()
+
+    def say(kind: str, what: str, wrong: dict[str, Any]) -> None:
+        nonlocal failed
+        failed += len(wrong)
+        print(f"{kind}: {what}; {time.monotonic() - started:.0f} s", flush=True)
+        for name, each in wrong.items():
             print(f"    FAIL {name}: {each}", flush=True)
+
+    moves = [kind for kind in kinds if kind in KINDS]
+    before = of_families("none", chosen, options.jobs, beside) if moves else {}
+    for kind in moves:
+        found = compared(kind, before, of_families(kind, some(kind), options.jobs, beside))
+        table[kind] = {"families": len(some(kind)), **found}
+        counts = ", ".join(f"{len(each)} {name}" for name, each in found.items())
+        say(kind, f"{len(some(kind))} families, {counts}", {**found["wrong"], **found["lost in silence"]})
+    for kind in (kind for kind in kinds if kind in FAULTS):
+        table[kind] = fault = as_faulty(kind)
+        bad = fault["served"] or not fault["reasons"] or fault["wrong"]
+        say(kind, f"not served: {'; '.join(fault['reasons'])}", {kind: fault} if bad else {})
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"transformers": __import__("transformers").__version__, "moves": table}, file, indent=1)
+        facts = {"command": sys.argv[1:], "transformers": metadata.version("transformers"), "found": table}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
     return 1 if failed else 0
 
 

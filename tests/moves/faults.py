@@ -99,15 +99,15 @@ def tokens_mixed(tree: ast.Module) -> None:
             function.body.insert(at + 1, ast.parse(text).body[0])
 
 
-FAULTS: Mapping[str, tuple[str, Move]] = {
-    "norm scaled": ("rms_norm", norm_scaled),
-    "rotation scaled": ("rope", rotation_scaled),
-    "gate scaled": ("swiglu", gate_scaled),
-    "experts scaled": ("moe_experts", gate_scaled),
-    "norm before add": ("add_rms_norm", norm_before_add),
-    "residual scaled": ("add_rms_norm", residual_scaled),
-    "sum changed behind": ("add_rms_norm", sum_changed_behind),
-    "other residual": ("add_rms_norm", other_residual),
-    "tokens mixed": ("varlen_attention", tokens_mixed),
+FAULTS: Mapping[str, tuple[str, str, Move]] = {
+    "norm scaled": ("llama", "rms_norm", norm_scaled),
+    "rotation scaled": ("llama", "rope", rotation_scaled),
+    "gate scaled": ("llama", "swiglu", gate_scaled),
+    "experts scaled": ("mixtral", "moe_experts", gate_scaled),
+    "norm before add": ("llama", "add_rms_norm", norm_before_add),
+    "residual scaled": ("llama", "add_rms_norm", residual_scaled),
+    "sum changed behind": ("llama", "add_rms_norm", sum_changed_behind),
+    "other residual": ("llama", "add_rms_norm", other_residual),
+    "tokens mixed": ("llama", "varlen_attention", tokens_mixed),
 }
-"""By name: the op that must not serve what the change touches, and the change."""
+"""By name: a family, the op that serves there what is changed, and the change."""

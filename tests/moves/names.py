@@ -78,17 +78,24 @@ def cache_renamed(tree: ast.Module) -> None:
 
 
 def arguments_renamed(tree: ast.Module) -> None:
-    """Calls every argument of the layers' forwards otherwise."""
+    """Calls every argument of the layers' forwards otherwise, but for caches, and for forwards whose decorators may say
+    what they hand on."""
     new = {}
     for cls in layers(tree):
         function = forward_of(cls)
-        if function is not None and _is_simple(function):
-            new[cls.name] = {each.arg: f"{each.arg}_given" for each in all_arguments(function)}
+        if function is not None and _is_simple(function) and not (function.decorator_list or _is_decorated(cls)):
+            given = [each.arg for each in all_arguments(function) if each.arg not in _CACHES]
+            new[cls.name] = {name: f"{name}_given" for name in given}
     _rename(tree, new)
 
 
+def _is_decorated(cls: ast.ClassDef) -> bool:
+    """Whether a decorator of a class wraps its forward."""
+    return any("implementation" in ast.unparse(each) for each in cls.decorator_list)
+
+
 def rotation_renamed(tree: ast.Module) -> None:
-    """Calls every argument of the file's helpers otherwise, those of the rotation among them."""
+    """Calls the file's helpers, and every argument of theirs, otherwise: the rotation among them."""
     found = helpers(tree)
     new = {
         name: {each.arg: f"{each.arg}_given" for each in all_arguments(function)}
@@ -99,6 +106,8 @@ def rotation_renamed(tree: ast.Module) -> None:
             word.arg = new.get(call.func.id, {}).get(word.arg or "", word.arg)  # type: ignore[attr-defined]
     for name, names in new.items():
         _renamed(found[name], names)
+        found[name].name = f"helper_{list(new).index(name)}"
+    moved_by_name(tree, {name: found[name].name for name in new})
 
 
 @functools.cache

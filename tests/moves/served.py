@@ -1,6 +1,8 @@
 """What is served of a family's tiny model in this process, as plain data, and how two of these differ."""
 
+import contextlib
 import hashlib
+import io
 import warnings
 from collections import Counter
 from typing import Any
@@ -12,7 +14,9 @@ from tests import conftest  # isort: skip  # sets what must be set before the pa
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, Report
+from tests.families.captured import captured
 from tests.families.compare import Values, _padded, _train, raised
+from tests.families.rollouts import generated
 from tests.families.tiny import batch, tiny_model
 
 __all__ = ["Facts", "different", "lost", "served"]
@@ -54,29 +58,42 @@ def _of_report(report: Report) -> Facts:
     }
 
 
-def served(task: str, kind: str) -> Facts:
-    """Trains the family's tiny model for one step, without the kernels and with all of them.
+def served(task: str, kind: str, ops: tuple[str, ...] = PATCHES, beside: bool = False) -> Facts:
+    """Trains the family's tiny model for one step, without the kernels and with some of them.
+
+    Args:
+        task, kind: the family.
+        ops: the ops to apply.
+        beside: whether captured layers and rollouts are tried, too.
 
     Returns:
         `plain`, `patched`: the bits of loss and gradients; `modules`, `ran`: by op and class, how many modules it
-        replaced and how many calls it served; `left`, `declined`: reasons; `failed`: why there is nothing of this.
+        replaced and how many calls it served; `left`, `declined`: reasons; `beside`: what became of captured layers
+        and rollouts; `failed`: why there is nothing of this; `broken`: how the kernels break it.
     """
     assert conftest.DEVICE == "cpu"
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
+    # transformers' documentation of renamed arguments complains by print.
+    with contextlib.redirect_stdout(io.StringIO()):
+        return _served(task, kind, ops, beside)
+
+
+def _served(task: str, kind: str, ops: tuple[str, ...], beside: bool) -> Facts:
     try:
         model = tiny_model(task, kind)
         inputs = batch(model)
         plain = _step(model, inputs)
     except Exception as error:  # noqa: BLE001 - a family that cannot be trained is listed
         return {"failed": raised(error)}
-    kernels = apply_npu_kernels(model, ops=PATCHES)
+    kernels = apply_npu_kernels(model, ops=ops)
     try:
         patched = _step(model, inputs)
     except Exception as error:  # noqa: BLE001 - and so is one that the kernels break
         return {"plain": plain, "broken": raised(error)}
-    return {"plain": plain, "patched": patched, **_of_report(kernels.report())}
+    tried = {"capture": str(captured(task, kind)), "rollouts": str(generated(kind))} if beside else {}
+    return {"plain": plain, "patched": patched, **_of_report(kernels.report()), "beside": tried}
 
 
 def lost(before: Facts, after: Facts) -> dict[str, list[str]]:
@@ -85,13 +102,16 @@ def lost(before: Facts, after: Facts) -> dict[str, list[str]]:
     A reason that was there before explains nothing.
     """
     found = {}
+    known = {*before["left"], *before["declined"]}
+    said = [each for each in (*after["left"], *after["declined"]) if each not in known]
+    # A body says in its form who computes padding.
+    said += [key for key in after["modules"] if key.startswith("varlen_attention") and key not in before["modules"]]
     for key, count in before["modules"].items():
-        fewer = after["modules"].get(key, 0) < count or after["ran"].get(key, 0) < before["ran"][key]
-        if fewer:
-            of_op = key.partition(" ")[0] + " "
-            known = {*before["left"], *before["declined"]}
-            found[key] = [each for each in (*after["left"], *after["declined"])
-                          if each.startswith(of_op) and each not in known]  # fmt: skip
+        if after["modules"].get(key, 0) < count or after["ran"].get(key, 0) < before["ran"][key]:
+            found[key] = [each for each in said if each.startswith(key.partition(" ")[0] + " ")]
+    for name, outcome in before["beside"].items():
+        if after["beside"][name] != outcome:
+            found[name] = [after["beside"][name]]  # it has its reason
     return found
 
 
