@@ -13,6 +13,7 @@ from torch import nn
 from ..capture import Pieces, capture, recorder_for
 from ..patching.body import packed_row
 from ..patching.layers import LayerState
+from ..support.foreign import CACHES
 from .masked import MaskedDecoding, masks_of_rows
 from .on_device import OnDevice
 from .rollout_cache import Decoding, RolloutCache
@@ -125,7 +126,7 @@ class Rows:
         self.token.copy_(torch.where(active, token, self.token[:, 0])[:, None])
 
 
-_ASKED = ("cache_position", "logits_to_keep", "num_logits_to_keep", "cache_params", "position_ids", "attention_mask")
+_ASKED = (*CACHES, "cache_position", "logits_to_keep", "num_logits_to_keep", "position_ids", "attention_mask")
 
 
 def arguments_of(model: Any) -> frozenset[str]:
@@ -135,7 +136,7 @@ def arguments_of(model: Any) -> frozenset[str]:
 
 def cache_name(names: frozenset[str]) -> str:
     """Returns the name of the argument that takes a model's cache, given those of `arguments_of`."""
-    return "cache_params" if "cache_params" in names else "past_key_values"
+    return next((name for name in CACHES if name in names), CACHES[0])
 
 
 def of_own_code(given: dict[str, Any], mask: torch.Tensor, names: frozenset[str]) -> dict[str, Any]:

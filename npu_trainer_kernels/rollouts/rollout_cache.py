@@ -203,8 +203,8 @@ class RolloutCache(Cache):
         return keys, values
 
     def rotate_and_update(
-        self, attention: CachedRotation, cache: Any, value: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor,
-        *args: Any, **kwargs: Any,
+        self, attention: CachedRotation, cache: Any, options: dict[str, Any], value: torch.Tensor, layer: int,
+        q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Computes what an attention does with its queries, keys and values before it attends: rotates the first two,
         and updates its cache. One launch does this, and the norms before it, for a step of this cache.
@@ -212,6 +212,7 @@ class RolloutCache(Cache):
         Args:
             attention: the attention, which is given.
             cache: the cache that its forward got.
+            options: the keywords of the update, which this cache does not read.
             value: [B, Hk, 1, Dv].
             layer: the layer's index.
             q, k, args, kwargs: the arguments of its rotation: queries [B, Hq, 1, D], keys [B, Hk, 1, D] and tables.
@@ -234,7 +235,7 @@ class RolloutCache(Cache):
             return out.unsqueeze(2), keys, values
         q, k = attention.rotate(*attention.normed(q, k), *args, **kwargs)
         if cache is not None:
-            k, value = cache.update(k, value, layer)
+            k, value = cache.update(k, value, layer, **options)
         return q, k, value
 
     def _serves(

@@ -24,6 +24,7 @@ from ..options import check_rollouts
 from ..patching import NpuKernels
 from ..patching.classes import GLOBAL_HOOKS, derived
 from ..patching.head import causal_lm
+from ..support.foreign import CACHES
 from ..support.switch import check_switch
 from .ranks import all_agree, gathered, is_shared, why_not_gathered
 from .rollout_cache import states_of
@@ -35,8 +36,8 @@ __all__ = ["Rollouts", "completions", "serve_rollouts"]
 
 _LEAST = 32
 """Shorter completions are not worth capturing a step."""
-_KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "num_logits_to_keep",
-          "cache_position", "return_dict", "cache_params")  # fmt: skip
+_KNOWN = (*CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "num_logits_to_keep",
+          "cache_position", "return_dict")  # fmt: skip
 _RETURNS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 
@@ -234,7 +235,7 @@ def _aside(
     other = next((name for name, value in given.items() if value not in (None, {}) and name not in _KNOWN), None)
     if other is not None:
         return f"it is given {other}"
-    cache = given.get("past_key_values", given.get("cache_params"))
+    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
     if cache is not None and (type(cache) is not DynamicCache or any(map(states_of, cache.layers))):
         return f"it is given a cache ({type(cache).__name__})"
     if any(GLOBAL_HOOKS):

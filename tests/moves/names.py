@@ -148,9 +148,11 @@ def attributes_renamed(tree: ast.Module) -> None:
     new = {name: f"{name}_held" for name in found - of_models - of_configs - methods - _read_elsewhere()}
     for node in said:
         node.attr = new.get(node.attr, node.attr)
-    # Class attributes and getattr have them in strings.
-    strings = [n for cls in known.values() for part in cls.body if not isinstance(part, ast.FunctionDef)
-               for n in ast.walk(part)]  # fmt: skip
+    # Class attributes, decorators and getattr have them in strings.
+    parts: list[ast.AST] = []
+    for part in (each for cls in known.values() for each in cls.body):
+        parts += part.decorator_list if isinstance(part, ast.FunctionDef) else [part]
+    strings = [node for part in parts for node in ast.walk(part)]
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
         if getattr(call.func, "id", "") in ("getattr", "hasattr", "setattr") and ast.unparse(call.args[0]) == "self":
             strings.append(call.args[1])

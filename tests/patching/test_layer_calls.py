@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import threading
@@ -16,12 +17,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointError
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from npu_trainer_kernels import NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.options import check_capture
 from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
+from npu_trainer_kernels.support.foreign import CACHES
 from tests.models import small_model
 from tests.patching.captured import FULL, PADDED, Events, Twins, assert_same, full, llama_twins, rows
 from tests.patching.padded import Batch, loss_of, of_transformers, values
@@ -153,7 +156,8 @@ def test_evaluation_mode_and_cached_forwards() -> None:
     with torch.no_grad():
         for batch in FULL:
             assert torch.equal(*(model(**{**batch, "use_cache": True}).logits for model in twins.both))
-    assert twins.reasons == {"it is given past_key_values of type DynamicCache"}
+    name = next(name for name in CACHES if name in inspect.signature(LlamaDecoderLayer.forward).parameters)
+    assert twins.reasons == {f"it is given {name} of type DynamicCache"}
     before = twins.replayed
     twins.steps(FULL)
     assert twins.replayed == before + 6

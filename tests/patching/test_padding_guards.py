@@ -195,7 +195,7 @@ def test_a_cache_that_is_given_in_training():
     expected = step(model.train(), **rest, past_key_values=copy.deepcopy(cache))
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         assert same(step(model, **rest, past_key_values=cache), expected)
-        assert reasons(kernels) == {"it is given keys and values (past_key_values)": 1}
+        assert reasons(kernels) == {"it is given a cache of keys and values": 1}
 
 
 def test_what_is_classified_is_not_found_without_ids():

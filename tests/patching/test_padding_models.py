@@ -162,7 +162,7 @@ def test_virtual_tokens_before_padding_are_a_gap():
 
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "keys and values": (PrefixTuningConfig, {"num_virtual_tokens": 5}, "it is given keys and values (past_key_values)"),
+    "keys and values": (PrefixTuningConfig, {"num_virtual_tokens": 5}, "it is given a cache of keys and values"),
     "tokens of each row that switch it on": (
         lora,
         {"target_modules": ["q_proj"], "alora_invocation_tokens": [3, 4]},

@@ -262,7 +262,7 @@ def test_a_body_of_states_is_given_a_cache() -> None:
     with apply_npu_kernels(model, ops=OPS) as kernels:
         model.backbone(inputs["input_ids"], cache_params=cache, attention_mask=inputs["attention_mask"])
         report = kernels.report()
-    assert [left.reason for left in report.declined] == ["it is given keys and values (past_key_values)"]
+    assert [left.reason for left in report.declined] == ["it is given a cache of keys and values"]
 
 
 @pytest.mark.parametrize(("kind", "mixers"), [("mamba", "MambaMixer"), ("rwkv", "RwkvFeedForward, RwkvSelfAttention")])

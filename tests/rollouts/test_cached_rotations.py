@@ -277,6 +277,24 @@ class MoreInTheUpdate(Attention):
         return q, k, v
 
 
+class KeywordsInTheUpdate(Attention):
+    def forward(self, q, k, v, cos, sin, cache=None, **kwargs):
+        q, k = q.view(2, 1, -1, 8).transpose(1, 2), k.view(2, 1, -1, 8).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs, twice=cos)
+        return q, k, v
+
+
+class KeysAsAKeyword(Attention):
+    def forward(self, q, k, v, cos, sin, cache=None):
+        q, k = q.view(2, 1, -1, 8).transpose(1, 2), k.view(2, 1, -1, 8).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx, twice=k)
+        return q, k, v
+
+
 class AnotherBranch(Attention):
     def forward(self, q, k, v, cos, sin, past_key_values=None):
         q, k = q.view(2, 1, -1, 8).transpose(1, 2), k.view(2, 1, -1, 8).transpose(1, 2)
@@ -316,6 +334,8 @@ FORWARDS = {
     ScaledNorm: (True, False),
     SomethingBetween: (False, False),
     MoreInTheUpdate: (False, False),
+    KeywordsInTheUpdate: (True, False),
+    KeysAsAKeyword: (False, False),
     AnotherBranch: (False, False),
     RotatesTwice: (False, False),
     KeysAsValues: (False, False),
@@ -325,8 +345,8 @@ FORWARDS = {
 class Cache:
     """Keys and values of one token more."""
 
-    def update(self, k, v, layer, *more):
-        return torch.cat((k, k), 2) + layer, torch.cat((v, v), 2)
+    def update(self, k, v, layer, *more, twice=None, kwargs=None):
+        return torch.cat((k, k), 2) + layer + (0 if twice is None else 2 * twice.mean()), torch.cat((v, v), 2)
 
 
 @pytest.mark.parametrize("kind", FORWARDS, ids=lambda kind: kind.__name__)

@@ -13,14 +13,21 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from ...support.foreign import CACHES
 from ..patch import PLAIN
 
-__all__ = ["cache_of", "can_promise", "promised_cache"]
+__all__ = ["cache_field", "cache_of", "can_promise", "promised_cache"]
+
+
+def cache_field(out: Any) -> str:
+    """Returns the name under which a body's output has its KV cache; a tuple has none."""
+    fields = getattr(out, "__dataclass_fields__", ())
+    return next((name for name in CACHES if name in fields), CACHES[0])
 
 
 def cache_of(out: Any) -> type[Cache] | None:
     """Returns the class of the KV cache in a body's output, or None."""
-    cache = getattr(out, "past_key_values", None)
+    cache = getattr(out, cache_field(out), None)
     return type(cache) if isinstance(cache, Cache) else None
 
 
@@ -82,11 +89,12 @@ def promised_cache(cls: Any, kind: Any, module: Any, given: dict[str, Any]) -> C
     def make() -> Cache:
         if versions() != before or not module.training:
             raise RuntimeError(
-                "past_key_values of a forward in training are computed when they are read, and its weights, arguments "
-                "or mode have changed since: read them before, or ask for them by use_cache=True"
+                "the cache of a forward in training is computed when it is read, and the weights, arguments or mode "
+                "have changed since: read it before, or ask for it by use_cache=True"
             )
         with torch.enable_grad(), autocast:
-            made: Cache = cls.forward(module, **{**given, "use_cache": True}).past_key_values
+            out = cls.forward(module, **{**given, "use_cache": True})
+            made: Cache = getattr(out, cache_field(out))
         return made
 
     promise: Cache = object.__new__(_promised_class(kind))

@@ -23,6 +23,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...ops.attention import Shared, take
+from ...support.foreign import CACHES
 from ..classes import derived, original_class
 from ..undo import Undo
 from .layout import Layout
@@ -31,8 +32,8 @@ from .packed import Unserved
 __all__ = ["LiveRows", "leave_padding_to_mixers", "live_tokens_alone", "mixers_under_way"]
 
 _GIVEN = frozenset((
-    "attention_mask", "cache_params", "cache_position", "mask", "past_key_value", "past_key_values",
-    "position_embeddings", "position_ids", "state",
+    *CACHES, "attention_mask", "cache_position", "mask", "past_key_value", "position_embeddings", "position_ids",
+    "state",
 ))  # fmt: skip
 """Parameters of modules that mix tokens."""
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from ...ops.attention import uploaded
 from ...support.errors import one_line
+from ...support.foreign import CACHES
 from ...support.opaque import paused, traced
 from ..call import CallSettings, current_call, generates
 from ..classes import forward_of, original_class
@@ -34,7 +35,7 @@ from ..head import causal_lm
 from ..patch import UNREPORTED, HarmlessReason, LateRefusal, Patch, Scene, Site, set_on_instance
 from ..undo import Undo
 from .batch import Batch, hidden_of
-from .caches import can_promise, promised_cache
+from .caches import cache_field, can_promise, promised_cache
 from .layout import Layout
 from .mixers import leave_padding_to_mixers, mixers_under_way
 from .packed import Unserved, attend_by_segments, foreign_attention, under_way
@@ -252,8 +253,8 @@ class PaddingPatch(Patch):
         counted = full and isinstance(rows, FakeTensor)
         if not counted and (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason
-        if given.get("past_key_values") is not None or given.get("cache_params") is not None:
-            return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else UNREPORTED
+        if any(given.get(name) is not None for name in CACHES):
+            return "it is given a cache of keys and values" if torch.is_grad_enabled() else UNREPORTED
         if mask is None:
             # Of the shape that a mask would have.
             mask = given["position_ids"] if not full else rows if rows.dim() == 2 else rows[..., 0]
@@ -359,7 +360,8 @@ class PaddingPatch(Patch):
                 raise
             return LateRefusal(f"its code takes no packed row: {one_line(error, 120)}")
         if form.proof.cache is not None and _caches(module, config, given.get("use_cache")):
-            out = type(out)(**{**out, "past_key_values": promised_cache(site.kind, form.proof.cache, module, given)})
+            cache = promised_cache(site.kind, form.proof.cache, module, given)
+            out = type(out)(**{**out, cache_field(out): cache})
         savings = site.progress
         savings.positions += positions
         savings.live += batch.layout.live

@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations import accelerate
 
 from ...capture import recording_now
 from ..classes import derived, original_class
 from ..parallel import serve_inside
-from ..probe import plain_forward, rewritten, self_attribute
+from ..probe import plain_forward, rewritten_forward, self_attribute
 from ..undo import Undo
 from .packed import PackedMask, Packing, Unserved, between_pieces, packed_row, row_under_way
 from .state_forms import OtherCall, StateForm, arguments_of, compute, state_form
@@ -82,7 +81,7 @@ def has_own_state_code(body: nn.Module) -> bool:
 
 def _is_fallback(kind: Any, name: str) -> bool:
     """Whether transformers' decorator of a function calls the function itself, not another package's."""
-    function, _ = _own_forward(kind)
+    function = _own_forward(kind)
     assert function is not None
     chosen = inspect.getclosurevars(function.__globals__[name]).nonlocals
     return chosen.get("is_new_implementation") is False and _forms_of(kind)[name].name != "convolution"
@@ -93,22 +92,16 @@ def _is_fallback(kind: Any, name: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _own_forward(kind: Any) -> tuple[types.FunctionType | None, Callable[[Any], Any]]:
-    """Returns a class's forward below transformers' decorator for accelerate's hooks, and this decorator."""
-    function, decorate = kind.forward, lambda new: new
-    code = getattr(function, "__code__", None)
-    if code is not None and code.co_filename == accelerate.__file__ and hasattr(function, "__wrapped__"):
-        cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
-        decorate = accelerate.force_accelerate_hooks(cells["child_module_names"].cell_contents)
-        function = function.__wrapped__
-    plain = plain_forward(types.SimpleNamespace(forward=function))
-    return (None if isinstance(plain, str) else plain), decorate
+def _own_forward(kind: Any) -> types.FunctionType | None:
+    """Returns a class's own forward, if it can be rewritten."""
+    plain = plain_forward(kind)
+    return None if isinstance(plain, str) else plain
 
 
 @functools.cache
 def _forms_of(kind: Any) -> dict[str, StateForm]:
     """Returns the functions that a class's forward calls and that are recognised, by name."""
-    function, _ = _own_forward(kind)
+    function = _own_forward(kind)
     if function is None:
         return {}
     named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
@@ -143,10 +136,10 @@ def _of_mixer(kind: Any) -> dict[str, Any]:
     """Returns what a state module's class has of its own."""
     original = getattr(kind, "_npu_kernels_original", kind)
     forms = _forms_of(original)
-    function, decorate = _own_forward(original)
+    function = _own_forward(original)
     assert function is not None
     recognised = {name: function.__globals__[name] for name in forms}
-    by_segments = decorate(rewritten(function, _Calls(set(forms))))
+    by_segments = rewritten_forward(original, _Calls(set(forms)))
 
     def carried(name: str, now: Callable[..., Any]) -> Callable[..., Any]:
         row = row_under_way()

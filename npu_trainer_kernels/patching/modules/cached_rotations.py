@@ -1,14 +1,14 @@
 """Finds, in an attention's forward, the rotation of queries and keys and the update of the cache right after it:
 
     q, k = apply_rotary_pos_emb(q, k, cos, sin)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
 
 `cached_rotation` returns the forward with one call in place of these two statements, for code that computes both at
-once: `q, k, v = self.<NAME>(past_key_values, v, self.layer_idx, q, k, cos, sin)`. Nothing of the forward can see the
-values between the two statements. The norms of q and k move into the call where nothing sees theirs either: where
-`q = self.q_norm(x)`, perhaps transposed, is the last statement before the rotation that has q in it, and the same holds
-for k.
+once: `q, k, v = self.<NAME>(cache, {}, v, self.layer_idx, q, k, cos, sin)`. The dict has the keywords of the update, as
+in `cache.update(k, v, self.layer_idx, kwargs=kwargs)`. Nothing of the forward can see the values between the two
+statements. The norms of q and k move into the call where nothing sees theirs either: where `q = self.q_norm(x)`,
+perhaps transposed, is the last statement before the rotation that has q in it, and the same holds for k.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from ...ops import QkNorm
 from ..classes import is_patched_class, original_class
 from ..patch import set_on_instance
-from ..probe import called_on_self, plain_forward, rewritten, self_attribute, source_of
+from ..probe import called_on_self, plain_forward, rewritten_forward, self_attribute, source_of
 from .norm_forms import NormForm, exchanged, recognise_norm
 from .rotation_forms import RopeForm, rope_form, rotates
 from .rotations import helper_of
@@ -117,8 +117,8 @@ def _rotation(node: ast.stmt, functions: set[str]) -> tuple[str, str, str] | Non
     return function, q, k
 
 
-def _update(node: ast.stmt, q: str, k: str) -> tuple[str, str, ast.expr] | None:
-    """Returns c, v and i of a statement `if c is not None: k, v = c.update(k, v, i)`."""
+def _update(node: ast.stmt, q: str, k: str) -> tuple[str, str, ast.expr, list[ast.keyword]] | None:
+    """Returns c, v, i and the keywords of a statement `if c is not None: k, v = c.update(k, v, i, ...)`."""
     if not isinstance(node, ast.If) or len(node.body) != 1 or node.orelse or not isinstance(node.test, ast.Compare):
         return None
     test, found = node.test, _assigned(node.body[0])
@@ -126,16 +126,16 @@ def _update(node: ast.stmt, q: str, k: str) -> tuple[str, str, ast.expr] | None:
     if cache is None or ast.unparse(test) != f"{cache} is not None" or found is None:
         return None
     names, call = found
-    if len(names) != 2 or names[0] != k or not isinstance(call, ast.Call) or call.keywords or len(call.args) != 3:
+    if len(names) != 2 or names[0] != k or not isinstance(call, ast.Call) or len(call.args) != 3:
+        return None
+    if any(word.arg is None or _name(word.value) is None for word in call.keywords):
         return None
     v, layer = names[1], call.args[2]
     if v is None or len({q, k, v, cache}) != 4 or ast.unparse(call.func) != f"{cache}.update":
         return None
-    return (
-        (cache, v, layer)
-        if [_name(each) for each in call.args[:2]] == [k, v] and {q, k, v}.isdisjoint(_names(layer))
-        else None
-    )
+    others = set().union(*map(_names, (layer, *(word.value for word in call.keywords))))
+    same = [_name(each) for each in call.args[:2]] == [k, v] and {q, k, v}.isdisjoint(others)
+    return (cache, v, layer, call.keywords) if same else None
 
 
 def _norm_call(body: list[ast.stmt], name: str) -> ast.Call | None:
@@ -194,9 +194,10 @@ class _AtOnce(ast.NodeTransformer):
         _, q, k = rotation
         update = _update(node.body[at + 1], q, k)
         assert update is not None
-        cache, v, layer = update
+        cache, v, layer, words = update
         statement: Any = node.body[at]
-        given = [ast.Name(cache, ast.Load()), ast.Name(v, ast.Load()), layer, *statement.value.args]
+        options = ast.Dict([ast.Constant(word.arg) for word in words], [word.value for word in words])
+        given = [ast.Name(cache, ast.Load()), options, ast.Name(v, ast.Load()), layer, *statement.value.args]
         call = ast.Call(self_attribute(NAME), given, statement.value.keywords)
         targets = ast.Tuple([ast.Name(each, ast.Store()) for each in (q, k, v)], ast.Store())
         for name in (q, k) if self._without_norms else ():
@@ -222,8 +223,8 @@ class _Argument(ast.NodeTransformer):
 
 
 @functools.cache
-def _rewritten(function: types.FunctionType, found: _Found, without_norms: bool) -> types.FunctionType:
-    return rewritten(function, _AtOnce(found, without_norms))
+def _rewritten(kind: Any, found: _Found, without_norms: bool) -> types.FunctionType:
+    return rewritten_forward(kind, _AtOnce(found, without_norms))
 
 
 def _norms_form(norms: tuple[nn.Module, nn.Module], known: dict[Any, Any]) -> NormForm | None:
@@ -263,4 +264,4 @@ def cached_rotation(module: nn.Module, known: dict[Any, Any]) -> CachedRotation 
         norms = (q, k) if isinstance(q, nn.Module) and isinstance(k, nn.Module) else None
     norm = None if norms is None else _norms_form(norms, known)
     norms = None if norm is None else norms
-    return CachedRotation(_rewritten(function, found, norms is not None), form, rotate, norms, norm)
+    return CachedRotation(_rewritten(kind, found, norms is not None), form, rotate, norms, norm)

@@ -24,7 +24,7 @@ from ...ops.checks import is_number
 from ...ops.norms import add_rms_norm
 from ..classes import original_class, subclass_with_forward
 from ..patch import UNREPORTED, Patch, Scene, Site, guarded, keeps_own_code, no_float, set_on_instance, while_recognised
-from ..probe import plain_forward, rewritten, source_of
+from ..probe import plain_forward, rewritten_forward, source_of
 from .norm_forms import NormForm, exchanged, forms_of, full_shape, norms_of, of_other_dtypes
 
 __all__ = ["AddRmsNormPatch"]
@@ -246,5 +246,5 @@ class AddRmsNormPatch(Patch):
     def patched_class(self, site: Site) -> type[nn.Module]:
         bind = functools.partial
         fused = guarded(site, bind(self.declines, site), bind(self.run, site), _own, self.tokens)
-        forward = rewritten(site.form.forward, _Rewrite(site.form.takes))
+        forward = rewritten_forward(site.kind, _Rewrite(site.form.takes))
         return subclass_with_forward(site.kind, while_recognised(site, forward), ((_FUSED, fused),))

@@ -38,7 +38,7 @@ from ..patch import (
     set_on_instance,
     while_recognised,
 )
-from ..probe import called_on_self, plain_forward, rewritten, self_attribute, source_of
+from ..probe import called_on_self, plain_forward, rewritten_forward, self_attribute, source_of
 from .mlps import is_bare_linear, parameter_of
 from .norm_forms import NormForm, exchanged, forms_of, norms_of
 from .rotation_forms import RopeForm, form_of_call, rope_form, rotate, rotates, rotation_call
@@ -236,5 +236,5 @@ class RopePatch(Patch):
             helpers.append((helper_of(name), _while_named(name, attention.forward.__globals__, served)))
         rotation = _OtherRotation({name for name, _ in attention.rotations})
         projection = _NormedProjection({name for name, *_ in attention.norms})
-        forward = while_recognised(site, rewritten(attention.forward, rotation, projection))
+        forward = while_recognised(site, rewritten_forward(site.kind, rotation, projection))
         return subclass_with_forward(site.kind, forward, tuple(helpers))

@@ -4,8 +4,7 @@ Nothing of a model's code is copied into this package.
 A source is read from a file, which may have been edited since the running code was compiled, so a source counts only if
 it compiles to that code.
 
-Forwards that are decorated or close over variables are left alone, except under the decorator of transformers'
-`GradientCheckpointingLayer`, which wraps the forward of every subclass when the subclass is made: ours is one.
+Forwards that close over variables are left alone, and those under decorators that change a call (`wrappers`).
 """
 
 import __future__
@@ -20,9 +19,12 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["beyond_one_run", "called_on_self", "plain_forward", "rewritten", "self_attribute", "source_of"]
+from .wrappers import Wrapped, looked_through
 
-_CHECKPOINTING = "forward_with_checkpointing"
+__all__ = [
+    "beyond_one_run", "called_on_self", "plain_forward", "rewritten", "rewritten_forward", "self_attribute",
+    "source_of",
+]  # fmt: skip
 
 # A function's flags have the `from __future__` imports of its module, which the new function must have, too.
 _FUTURE_FLAGS = functools.reduce(
@@ -31,17 +33,26 @@ _FUTURE_FLAGS = functools.reduce(
 
 
 def plain_forward(cls: Any) -> types.FunctionType | str:
-    """Returns a class's own forward if it can be bound anew, else why not."""
-    function = cls.forward
-    while getattr(getattr(function, "__code__", None), "co_name", "") == _CHECKPOINTING:
-        function = function.__wrapped__
-    if not isinstance(function, types.FunctionType) or inspect.unwrap(function) is not function:
-        return "its forward is decorated"
+    """Returns a class's own forward, without its decorators, if it can be bound anew, else why not."""
+    found = looked_through(cls)
+    if isinstance(found, str):
+        return found
+    function = found.function
+    if not isinstance(function, types.FunctionType):
+        return f"its forward is no function, but of type {type(function).__name__}"
     if function.__closure__:
         return "its forward closes over variables"
     if source_of(function) is None:
         return _OTHER_SOURCE if _text_of(function) is not None else "its source is not at hand"
     return function
+
+
+def rewritten_forward(cls: Any, *rewrites: ast.NodeTransformer) -> types.FunctionType:
+    """Returns a class's own forward, one that `plain_forward` returns, with its source transformed (`rewritten`) and
+    in its decorators."""
+    found = looked_through(cls)
+    assert isinstance(found, Wrapped)
+    return found.around(rewritten(found.function, *rewrites))
 
 
 _OTHER_SOURCE = "its source is not that of the code that runs (was its file edited after it was imported?)"
