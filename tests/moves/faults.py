@@ -23,7 +23,7 @@ def norm_scaled(tree: ast.Module) -> None:
     """Norms return 1.5 times what they did."""
     for cls in layers(tree):
         if cls.name.endswith("Norm"):
-            _returned(forward_of(cls), lambda value: _times(value, 1.5))  # type: ignore[arg-type]
+            _returned(forward_of(cls), lambda value: _times(value, 1.5))
 
 
 def rotation_scaled(tree: ast.Module) -> None:
@@ -53,11 +53,13 @@ def gate_scaled(tree: ast.Module) -> None:
 
 def _sums(function: ast.FunctionDef) -> list[tuple[list[ast.stmt], int]]:
     """The places of `hidden = residual + hidden`, `residual = hidden`, `hidden = self.norm(hidden)`."""
-    return [
-        (block, i) for block in blocks(function) for i in range(len(block) - 2)
-        if isinstance(added := getattr(block[i], "value", None), ast.BinOp) and isinstance(added.op, ast.Add)
-        and ast.unparse(block[i + 1]) == "residual = hidden_states" and "norm(hidden_states)" in ast.unparse(block[i + 2])
-    ]  # fmt: skip
+
+    def is_sum(first: ast.stmt, second: ast.stmt, third: ast.stmt) -> bool:
+        added = getattr(first, "value", None)
+        follows = ast.unparse(second) == "residual = hidden_states" and "norm(hidden_states)" in ast.unparse(third)
+        return isinstance(added, ast.BinOp) and isinstance(added.op, ast.Add) and follows
+
+    return [(block, i) for block in blocks(function) for i in range(len(block) - 2) if is_sum(*block[i : i + 3])]
 
 
 def norm_before_add(tree: ast.Module) -> None:

@@ -103,7 +103,7 @@ def rotation_renamed(tree: ast.Module) -> None:
     }  # fmt: skip
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)):
         for word in call.keywords:
-            word.arg = new.get(call.func.id, {}).get(word.arg or "", word.arg)  # type: ignore[attr-defined]
+            word.arg = new.get(call.func.id, {}).get(word.arg or "", word.arg)
     for name, names in new.items():
         _renamed(found[name], names)
         found[name].name = f"helper_{list(new).index(name)}"
@@ -159,5 +159,3 @@ def attributes_renamed(tree: ast.Module) -> None:
     for each in strings:
         if isinstance(each, ast.Constant) and isinstance(each.value, str):
             each.value = ".".join(new.get(part, part) for part in each.value.split("."))
-
-

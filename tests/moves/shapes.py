@@ -1,8 +1,9 @@
-"""Moves of the shape of code: decorators, base classes in between, helpers written out, and code that becomes helpers."""
+"""Moves of the shape of code: decorators, base classes in between, helpers written out, code that becomes helpers."""
 
 import ast
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterator
 
 from .trees import (
     added_import,
@@ -49,7 +50,9 @@ def _is_straight(function: ast.FunctionDef) -> bool:
     """Whether a function assigns variables and returns, and does nothing else."""
     *before, last = body_of(function)
     given = function.args
-    plain = all(isinstance(n, ast.Assign) and all(isinstance(t, ast.Name | ast.Tuple) for t in n.targets) for n in before)
+    plain = all(
+        isinstance(n, ast.Assign) and all(isinstance(t, ast.Name | ast.Tuple) for t in n.targets) for n in before
+    )
     return (
         plain and isinstance(last, ast.Return) and last.value is not None and not function.decorator_list[1:]
         and given.vararg is None and given.kwarg is None
@@ -72,8 +75,8 @@ def _bound(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr] | N
 class _Inlined(ast.NodeTransformer):
     """Writes calls of straight functions out: `before` are the statements that have to run first."""
 
-    def __init__(self, known: dict[str, ast.FunctionDef], count: Callable[[], int]) -> None:
-        self.known, self.before, self._count = known, [], count  # type: ignore[var-annotated]
+    def __init__(self, known: dict[str, ast.FunctionDef], numbers: Iterator[int]) -> None:
+        self.known, self.before, self._numbers = known, [], numbers
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
         return node
@@ -81,7 +84,7 @@ class _Inlined(ast.NodeTransformer):
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         return node  # a branch that is not taken computes nothing
 
-    visit_BoolOp = visit_ListComp = visit_GeneratorExp = visit_IfExp  # type: ignore[assignment]
+    visit_BoolOp = visit_ListComp = visit_GeneratorExp = visit_IfExp
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -89,7 +92,7 @@ class _Inlined(ast.NodeTransformer):
         given = None if function is None else _bound(function, node)
         if function is None or given is None:
             return node
-        number = self._count()
+        number = next(self._numbers)
         names = {name: f"{name}_in_{number}" for name in {*given, *stored(function)}}
         for name, value in given.items():
             self.before.append(ast.Assign([ast.Name(names[name], ast.Store())], value))
@@ -97,18 +100,19 @@ class _Inlined(ast.NodeTransformer):
         for statement in (*body, last):
             moved_by_name(statement, names)
         self.before += body
-        assert isinstance(last, ast.Return) and last.value is not None
+        assert isinstance(last, ast.Return)
+        assert last.value is not None
         return last.value
 
 
 def _inline(into: list[ast.FunctionDef], known: dict[str, ast.FunctionDef]) -> None:
     for function in into:
-        numbers = iter(range(10_000))
+        numbers = itertools.count()
         for block in list(_simple_blocks(function)):
             made: list[ast.stmt] = []
             for node in block:
                 if isinstance(node, ast.Assign | ast.Return | ast.Expr):
-                    rewrite = _Inlined({k: v for k, v in known.items() if v is not function}, lambda: next(numbers))
+                    rewrite = _Inlined({k: v for k, v in known.items() if v is not function}, numbers)
                     node = rewrite.visit(node)
                     made += rewrite.before
                 made.append(node)
@@ -145,9 +149,9 @@ def forwards_outlined(tree: ast.Module) -> None:
             names = ["self", *names] if "self" in loaded(value) else names
             name = f"_part_{len(made)}"
             part = ast.parse(f"def {name}({', '.join(names)}):\n    return None").body[0]
-            part.body[0].value = value  # type: ignore[attr-defined]
+            part.body[0].value = value
             made.append(part)
-            node.value = ast.parse(f"{name}({', '.join(names)})", mode="eval").body  # type: ignore[union-attr]
+            node.value = ast.parse(f"{name}({', '.join(names)})", mode="eval").body
     at = next((i for i, node in enumerate(tree.body) if isinstance(node, ast.ClassDef)), len(tree.body))
     tree.body[at:at] = made
 

@@ -4,7 +4,17 @@ import ast
 from collections.abc import Iterable
 
 from .trees import (
-    blocks, body_of, callee, children, classes, forward_of, forwards, functions, is_docstring, layers, loaded, stored,
+    blocks,
+    callee,
+    children,
+    classes,
+    forward_of,
+    forwards,
+    functions,
+    is_docstring,
+    layers,
+    loaded,
+    stored,
 )  # fmt: skip
 
 __all__ = ["children_called_by_name", "keywords_added", "statements_inserted", "statements_reordered"]
@@ -33,9 +43,9 @@ def _linear(cls: ast.ClassDef) -> set[str]:
     """The attributes of `self` that are linear layers."""
     found = set()
     for node in ast.walk(cls):
-        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
-            if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "nn.Linear":
-                found.add(target.attr)
+        made = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if made and ast.unparse(node.value.func) == "nn.Linear" and isinstance(node.targets[0], ast.Attribute):
+            found.add(node.targets[0].attr)
     return found
 
 
@@ -90,24 +100,25 @@ def _named(call: ast.Call, names: Iterable[str]) -> None:
         call.args = []
 
 
+def _words(call: ast.Call) -> set[str | None]:
+    return {word.arg for word in call.keywords}
+
+
 def keywords_added(tree: ast.Module) -> None:
-    """Gives arguments by name that were given by place, to functions of the file, and further ones to caches and to
-    what attends."""
+    """Gives arguments by name that were given by place, to functions of the file, and one more to caches, as 5.24."""
     known = functions(tree)
-    for cls in classes(tree).values():
-        for function in (n for n in cls.body if isinstance(n, ast.FunctionDef) and body_of(n)):
-            others = function.args.kwarg is not None and function.args.kwarg.arg == "kwargs"
-            for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
-                name = ast.unparse(call.func)
-                if name in known and not known[name].args.posonlyargs:
-                    first, *rest = call.args or [None]
-                    names = [each.arg for each in known[name].args.args][1:]
-                    given = ast.Call(call.func, list(filter(None, rest)), call.keywords)
-                    _named(given, names)
-                    call.args, call.keywords = [*filter(None, [first]), *given.args], given.keywords
-                elif others and name.endswith((".update", "attention_interface")) and len(call.args) >= 3:
-                    if not any(word.arg == "kwargs" for word in call.keywords) and ".update" in name:
-                        call.keywords.append(ast.keyword("kwargs", ast.Name("kwargs", ast.Load())))
+    methods = [n for cls in classes(tree).values() for n in cls.body if isinstance(n, ast.FunctionDef)]
+    for function in methods:
+        others = function.args.kwarg is not None and function.args.kwarg.arg == "kwargs"
+        for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
+            name = ast.unparse(call.func)
+            if name in known and call.args and not known[name].args.posonlyargs:
+                first, *rest = call.args
+                given = ast.Call(call.func, rest, call.keywords)
+                _named(given, [each.arg for each in known[name].args.args][1:])
+                call.args, call.keywords = [first, *given.args], given.keywords
+            elif others and name.endswith(".update") and len(call.args) >= 3 and "kwargs" not in _words(call):
+                call.keywords.append(ast.keyword("kwargs", ast.Name("kwargs", ast.Load())))
 
 
 def children_called_by_name(tree: ast.Module) -> None:

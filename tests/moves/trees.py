@@ -153,7 +153,9 @@ def _looped(function: ast.FunctionDef) -> dict[str, str]:
     found = {}
     for node in ast.walk(function):
         if isinstance(node, ast.For):
-            over = [n.attr for n in ast.walk(node.iter) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
+            over = [
+                n.attr for n in ast.walk(node.iter) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"
+            ]
             names = [n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)]
             if over and names:
                 found[names[-1]] = over[0]

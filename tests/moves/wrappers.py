@@ -6,6 +6,7 @@ from typing import Any
 
 __all__ = ["noted"]
 
+
 def noted(version: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Hands all arguments on, and would say since which version something is deprecated."""
 

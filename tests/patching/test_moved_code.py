@@ -1,12 +1,15 @@
 """Code of models that says the same in other words, as releases of transformers do, and code that nearly does."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching.modules.rotation_forms import rope_form
-from tests.closeness import assert_as_close
+from tests.closeness import assert_as_close, rounded_if_needed
+from tests.models import in_double
 
 HIDDEN = 48
 
@@ -117,9 +120,9 @@ class Viewed(Layer):
         return kept + self.proj(x), None
 
 
-def trained(layer):
+def trained(layer, dtype=torch.float32):
     torch.manual_seed(0)
-    x = torch.randn(2, 3, HIDDEN, requires_grad=True)
+    x = torch.randn(2, 3, HIDDEN).to(dtype).requires_grad_()
     out, _ = layer(x * 1.0)
     out.square().mean().backward()
     grads = {name: p.grad for name, p in layer.named_parameters()}
@@ -127,26 +130,19 @@ def trained(layer):
     return {"out": out.detach(), "x": x.grad, **grads}
 
 
-def in_double(layer):
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, HIDDEN).double().requires_grad_()
-    layer.double()
-    out, _ = layer(x * 1.0)
-    out.square().mean().backward()
-    return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-
-
 @pytest.mark.parametrize("kind", [Between, OtherNames, ByName])
 def test_a_residual_add_in_other_words_is_served(kind):
     torch.manual_seed(1)
     layer = kind()
-    plain = trained(layer)
+    plain, exact = copy.deepcopy(layer), copy.deepcopy(layer).double()
     with apply_npu_kernels(layer, ops=["add_rms_norm", "rms_norm"]) as kernels:
         found = trained(layer)
         assert kernels.report().ran["add_rms_norm"] == 1
-    exact = in_double(layer)
+    with in_double():
+        truth = trained(exact, torch.float64)
+    expected, moved = trained(plain), rounded_if_needed(lambda: trained(plain))
     for name, value in found.items():
-        assert_as_close(value, plain[name], exact[name], name)
+        assert_as_close(value, expected[name], truth[name], name, moved(name))
 
 
 @pytest.mark.parametrize("kind", [ChangedBehind, SetBehind, NotKept, NormedBefore, InPlace, Viewed])
