@@ -53,15 +53,15 @@ def compared(kind: str, before: dict[Family, Facts], after: dict[Family, Facts])
     return row
 
 
-def as_faulty(name: str) -> dict[str, Any]:
-    """What becomes of a family whose file has a fault: `served` must be empty, `reasons` must not, and `wrong` is what
-    else is not as it must be."""
+def as_faulty(name: str, sound: Facts) -> dict[str, Any]:
+    """What becomes of a family whose file has a fault, by what is served of it without: `served` must be empty,
+    `reasons` must not, and `wrong` is what else is not as it must be."""
     kind, op, _ = FAULTS[name]
-    family = ("causal", kind)
-    sound, faulty = (of_families(each, [family], 1, ops=(op,))[family] for each in ("none", name))
+    faulty = of_families(name, [("causal", kind)], 1, ops=(op,))["causal", kind]
     if "modules" not in sound or "modules" not in faulty:
         return {"served": {}, "reasons": [], "wrong": "it does not run"}
-    wrong = "" if sound["modules"] else f"{op} serves nothing there without the fault either"
+    without = any(key.startswith(f"{op} ") for key in sound["modules"])
+    wrong = "" if without else f"{op} serves nothing there without the fault either"
     wrong = wrong or ("the fault changes nothing" if sound["plain"][0] == faulty["plain"][0] else "")
     wrong = wrong or ("other results than its own" if faulty["plain"] != faulty["patched"] else "")
     reasons = [each for each in (*faulty["left"], *faulty["declined"]) if each.startswith(f"{op} ")]
