@@ -62,7 +62,7 @@ def main() -> int:
         say(kind, f"{len(some(kind))} families, {counts}", {**found["wrong"], **found["lost in silence"]})
     faults = [kind for kind in kinds if kind in FAULTS]
     files = sorted({("causal", FAULTS[kind][0]) for kind in faults})
-    sound = of_families("none", files, options.jobs) if files else {}
+    sound = of_families("none", files, options.jobs, own=True) if files else {}
     for kind in faults:
         table[kind] = fault = as_faulty(kind, sound["causal", FAULTS[kind][0]])
         bad = fault["served"] or not fault["reasons"] or fault["wrong"]

@@ -23,19 +23,20 @@ def _install(kind: str) -> None:
     install((FAULTS[kind][2],) if kind in FAULTS else KINDS.get(kind, ()))
 
 
-def _one(beside: Collection[str], ops: tuple[str, ...], family: Family) -> Facts:
-    return served(*family, ops=ops, beside=family[1] in beside)
+def _one(beside: Collection[str], ops: tuple[str, ...], own: bool, family: Family) -> Facts:
+    return served(*family, ops=ops, beside=family[1] in beside, own=own)
 
 
 def of_families(
-    kind: str, families: Sequence[Family], jobs: int, beside: Collection[str] = (), ops: tuple[str, ...] = PATCHES
-) -> dict[Family, Facts]:
+    kind: str, families: Sequence[Family], jobs: int, beside: Collection[str] = (), ops: tuple[str, ...] = PATCHES,
+    own: bool = False,
+) -> dict[Family, Facts]:  # fmt: skip
     """What is served of families under a kind of moves, or a fault (`"none"`: as installed); of those in `beside` also
     captured layers and rollouts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(min(jobs, len(families)), context, _install, (kind,)) as pool:
-        each = pool.map(functools.partial(_one, tuple(beside), ops), families)
+        each = pool.map(functools.partial(_one, tuple(beside), ops, own), families)
         return dict(zip(families, each, strict=True))
 
 
@@ -57,7 +58,7 @@ def as_faulty(name: str, sound: Facts) -> dict[str, Any]:
     """What becomes of a family whose file has a fault, by what is served of it without: `served` must be empty,
     `reasons` must not, and `wrong` is what else is not as it must be."""
     kind, op, _ = FAULTS[name]
-    faulty = of_families(name, [("causal", kind)], 1, ops=(op,))["causal", kind]
+    faulty = of_families(name, [("causal", kind)], 1, ops=(op,), own=True)["causal", kind]
     if "modules" not in sound or "modules" not in faulty:
         return {"served": {}, "reasons": [], "wrong": "it does not run"}
     without = any(key.startswith(f"{op} ") for key in sound["modules"])

@@ -137,11 +137,20 @@ def _made_modules(cls: ast.ClassDef, known: dict[str, ast.ClassDef]) -> set[str]
     return found
 
 
+def _root(node: ast.expr) -> str:
+    """The name that an expression like `a.b.c` begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return getattr(node, "id", "")
+
+
 def attributes_renamed(tree: ast.Module) -> None:
     """Calls the attributes of layers that hold modules otherwise, but for those that code elsewhere reads."""
     known = classes(tree)
     found = set[str]().union(*(_made_modules(cls, known) for cls in layers(tree)))
-    said = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    imported = {each.asname or each.name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+                for each in node.names}  # fmt: skip
+    said = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _root(node) not in imported]
     of_models = set[str]().union(*(_made_modules(cls, known) for cls in models(tree)))
     of_configs = {node.attr for node in said if ast.unparse(node.value).endswith("config")}
     methods = {n.name for cls in known.values() for n in cls.body if isinstance(n, ast.FunctionDef)}

@@ -58,13 +58,14 @@ def _of_report(report: Report) -> Facts:
     }
 
 
-def served(task: str, kind: str, ops: tuple[str, ...] = PATCHES, beside: bool = False) -> Facts:
+def served(task: str, kind: str, ops: tuple[str, ...] = PATCHES, beside: bool = False, own: bool = False) -> Facts:
     """Trains the family's tiny model for one step, without the kernels and with some of them.
 
     Args:
         task, kind: the family.
         ops: the ops to apply.
         beside: whether captured layers and rollouts are tried, too.
+        own: whether experts run the code of their own file, and not transformers' shared one.
 
     Returns:
         `plain`, `patched`: the bits of loss and gradients; `modules`, `ran`: by op and class, how many modules it
@@ -77,13 +78,15 @@ def served(task: str, kind: str, ops: tuple[str, ...] = PATCHES, beside: bool = 
     warnings.simplefilter("ignore")
     # transformers' documentation of renamed arguments complains by print.
     with contextlib.redirect_stdout(io.StringIO()):
-        return _served(task, kind, ops, beside)
+        return _served(task, kind, ops, beside, own)
 
 
-def _served(task: str, kind: str, ops: tuple[str, ...], beside: bool) -> Facts:
+def _served(task: str, kind: str, ops: tuple[str, ...], beside: bool, own: bool) -> Facts:
     try:
         model = tiny_model(task, kind)
         inputs = batch(model)
+        if own:
+            model.config._experts_implementation = "eager"
         plain = _step(model, inputs)
     except Exception as error:  # noqa: BLE001 - a family that cannot be trained is listed
         return {"failed": raised(error)}
