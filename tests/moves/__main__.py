@@ -16,6 +16,8 @@ from tests import conftest  # sets what must be set before the package is import
 
 __all__: list[str] = []
 
+_BATCH = 40  # so many families are tried under all moves before the next ones are, and what was found is written
+
 
 def main() -> int:
     from tests.families.tiny import families
@@ -36,13 +38,14 @@ def main() -> int:
     if unknown := set(options.only) - {kind for _, kind in chosen}:
         parser.error(f"unknown model types: {', '.join(sorted(unknown))}")
 
-    def some(kind: str) -> list[Family]:
-        """The families that a kind is tried on."""
+    def some(kind: str, batch: list[Family]) -> list[Family]:
+        """The families of a batch that a kind is tried on."""
         if not options.quick or kind == "together":
-            return chosen
-        return [chosen[list(KINDS).index(kind) % len(chosen)]]
+            return batch
+        return [family for i, family in enumerate(batch) if i == list(KINDS).index(kind) % len(batch)]
 
     kinds = [*KINDS, *FAULTS] if options.kinds is None else options.kinds
+    moves, faults = ([kind for kind in kinds if kind in known] for known in (KINDS, FAULTS))
     beside = {"llama"} if options.quick else set()
     started, failed, table = time.monotonic(), 0, dict[str, Any]()
 
@@ -52,24 +55,27 @@ def main() -> int:
         print(f"{kind}: {what}; {time.monotonic() - started:.0f} s", flush=True)
         for name, each in wrong.items():
             print(f"    FAIL {name}: {each}", flush=True)
+        if options.json:
+            facts = {"command": sys.argv[1:], "transformers": metadata.version("transformers"), "found": table}
+            options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
-    moves = [kind for kind in kinds if kind in KINDS]
-    before = of_families("none", chosen, options.jobs, beside) if moves else {}
-    for kind in moves:
-        found = compared(kind, before, of_families(kind, some(kind), options.jobs, beside))
-        table[kind] = {"families": len(some(kind)), **found}
-        counts = ", ".join(f"{len(each)} {name}" for name, each in found.items())
-        say(kind, f"{len(some(kind))} families, {counts}", {**found["wrong"], **found["lost in silence"]})
-    faults = [kind for kind in kinds if kind in FAULTS]
+    for at in range(0, len(chosen) if moves else 0, _BATCH):
+        batch = chosen[at : at + _BATCH]
+        before = of_families("none", batch, options.jobs, beside)
+        for kind in moves:
+            found = compared(kind, before, of_families(kind, some(kind, batch), options.jobs, beside))
+            row = table.setdefault(kind, {"families": 0, **{name: {} for name in found}})
+            row["families"] += len(some(kind, batch))
+            for name, each in found.items():
+                row[name].update(each)
+            counts = ", ".join(f"{len(each)} {name}" for name, each in found.items())
+            say(kind, f"{len(some(kind, batch))} families, {counts}", {**found["wrong"], **found["lost in silence"]})
     files = sorted({("causal", FAULTS[kind][0]) for kind in faults})
     sound = of_families("none", files, options.jobs, own=True) if files else {}
     for kind in faults:
         table[kind] = fault = as_faulty(kind, sound["causal", FAULTS[kind][0]])
         bad = fault["served"] or not fault["reasons"] or fault["wrong"]
         say(kind, f"not served: {'; '.join(fault['reasons'])}", {kind: fault} if bad else {})
-    if options.json:
-        facts = {"command": sys.argv[1:], "transformers": metadata.version("transformers"), "found": table}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
     return 1 if failed else 0
 
 
