@@ -44,15 +44,19 @@ def _renamed(function: ast.FunctionDef, names: dict[str, str]) -> None:
 
 def _rename(tree: ast.Module, new: dict[str, dict[str, str]], always: bool = False) -> None:
     """Renames arguments of forwards, by class, in the signatures, the bodies and the calls. Where some call's class is
-    not known, and `always` if so asked, the forward goes on taking the old names, as a deprecated one does."""
+    not known, or hands an argument on, and `always` if so asked, the forward goes on taking the old names, as a
+    deprecated one does."""
     unknown: set[str] = set()
+    taken = {
+        name: {each.arg for each in all_arguments(f)} for name, cls in classes(tree).items() if (f := forward_of(cls))
+    }
     for cls in classes(tree).values():
         held = children(tree, cls)
         for function in (n for n in cls.body if isinstance(n, ast.FunctionDef)):
             for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
                 name = callee(call, function, held)
                 for word in call.keywords:
-                    if name is None:
+                    if name is None or word.arg not in taken.get(name, ()):
                         unknown.add(word.arg or "")
                     elif word.arg is not None:
                         word.arg = new.get(name, {}).get(word.arg, word.arg)
