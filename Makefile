@@ -14,8 +14,8 @@ ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
 .PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-names test-hub-kernels test-zero3 test-frameworks \
-	test-families test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle \
-	docs test-site site-tools bench lock release clean
+	test-families test-moves test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract \
+	npu-contract-tools checkstyle docs test-site site-tools bench lock release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -137,6 +137,9 @@ test-frameworks: $(LLAMA_FACTORY)/bin/llamafactory-cli $(MS_SWIFT)/bin/swift  ##
 
 test-families: $(STAMP)  ## every model family of transformers, plain and patched; writes docs/models.md
 	$(BIN)/python -m tests.families --write
+
+test-moves: $(STAMP)  ## what is served after moves of transformers' sources as releases make them, and that faults are not
+	$(BIN)/python -m tests.moves $(QUICK)
 
 test-convergence: $(STAMP)  ## trains small models both ways and compares the curves; gates releases
 	$(BIN)/python -m convergence --full

@@ -31,11 +31,8 @@ from .packed import Unserved
 
 __all__ = ["LiveRows", "leave_padding_to_mixers", "live_tokens_alone", "mixers_under_way"]
 
-_GIVEN = frozenset((
-    *CACHES, "attention_mask", "cache_position", "mask", "past_key_value", "position_embeddings", "position_ids",
-    "state",
-))  # fmt: skip
-"""Parameters of modules that mix tokens."""
+_GIVEN = frozenset((*CACHES, "past_key_value", "state"))
+"""Parameters of modules that mix tokens, beside masks and positions of whatever name."""
 
 
 @dataclass
@@ -155,7 +152,8 @@ def _parts(layer: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
-    return not _GIVEN.isdisjoint(inspect.signature(original_class(module).forward).parameters)
+    names = inspect.signature(original_class(module).forward).parameters
+    return any(name in _GIVEN or "mask" in name or "position" in name for name in names)
 
 
 _CHECKPOINT = "_gradient_checkpointing_func"

@@ -200,7 +200,7 @@ def _of_layer(kind: Any) -> dict[str, Any]:
     """Returns what the class of a state module's layer has of its own: its missing mask is the packed row's."""
     original = getattr(kind, "_npu_kernels_original", kind)
     parameters = inspect.signature(original.forward).parameters
-    masks = {name: i for i, name in enumerate(parameters, -1) if name.endswith("attention_mask")}
+    masks = {name: i for i, name in enumerate(parameters, -1) if "mask" in name}
 
     @functools.wraps(kind.__call__)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,12 +5,15 @@
     hidden_states = self.some_norm(hidden_states)
 
 become one call where `norm_forms` recognises `some_norm` as an RMSNorm. Sums with a factor, as in `residual +
-hidden_states * self.some_number`, do so too; the factor is read at the call.
+hidden_states * self.some_number`, do so too; the factor is read at the call. Names do not matter, and statements that
+only assign variables, and call nothing, may stand in between.
 """
 
 import ast
 import functools
+import inspect
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,7 @@ from ...ops.checks import is_number
 from ...ops.norms import add_rms_norm
 from ..classes import original_class, subclass_with_forward
 from ..patch import UNREPORTED, Patch, Scene, Site, guarded, keeps_own_code, no_float, set_on_instance, while_recognised
-from ..probe import called_on_self, plain_forward, rewritten_forward, source_of
+from ..probe import plain_forward, rewritten_forward, source_of
 from .norm_forms import NormForm, exchanged, forms_of, full_shape, norms_of, of_other_dtypes
 
 __all__ = ["AddRmsNormPatch"]
@@ -37,12 +40,22 @@ class LayerForm:
     norms: tuple[tuple[str, type[nn.Module], NormForm], ...]
 
     @functools.cached_property
+    def takes(self) -> dict[str, str]:
+        """The name of the tensor that each norm's forward takes."""
+        return {name: _taken(cls) for name, cls, _ in self.norms}
+
+    @functools.cached_property
     def by_name(self) -> dict[str, tuple[type[nn.Module], NormForm]]:
         """Class and form of each norm."""
         return {name: (cls, form) for name, cls, form in self.norms}
 
     def __str__(self) -> str:
         return ", ".join(self.by_name)
+
+
+def _taken(kind: Any) -> str:
+    """The name of the tensor that the forward of a norm's class takes."""
+    return tuple(inspect.signature(kind.forward).parameters)[1]
 
 
 def _names(node: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -70,58 +83,97 @@ def _attribute(node: ast.expr) -> str | None:
     return node.attr if of_self else None  # type: ignore[attr-defined]
 
 
-def _norm_called(value: ast.expr, argument: str) -> str | None:
-    """The attribute `norm` of a call `self.norm(argument)`."""
-    norm = called_on_self(value)
-    given = value.args[0] if isinstance(value, ast.Call) and norm is not None else None
-    return norm if isinstance(given, ast.Name) and given.id == argument else None
+def _norm_called(value: ast.expr, names: set[str]) -> str | None:
+    """The attribute `norm` of a call `self.norm(name)` with one of these names, which may be given by name."""
+    if not isinstance(value, ast.Call) or (norm := _attribute(value.func)) is None:
+        return None
+    given = [*value.args, *(word.value for word in value.keywords)]
+    return norm if len(given) == 1 and isinstance(given[0], ast.Name) and given[0].id in names else None
 
 
 @dataclass(frozen=True)
 class _Match:
-    """The variables in the pattern of the module's docstring: the sum's terms in their order, and the attribute that
-    the second term is multiplied by. Only `hidden` may be multiplied."""
+    """A sum and its norm among the statements of a forward.
 
-    hidden: str
-    residual: str
+    Attributes:
+        at, until: the places of the two statements.
+        total, normed: the variables that they set.
+        norm: the attribute that is the norm, and the name under which it is given the sum, if it is by name.
+        terms: the variables of the sum, in their order; multiplier: the attribute that the second is multiplied by.
+    """
+
+    at: int
+    until: int
+    total: str
+    normed: str
     norm: str
+    by_name: str | None
     terms: tuple[str, str]
     multiplier: str | None
 
 
-def _matched(first: ast.stmt, second: ast.stmt, third: ast.stmt) -> _Match | None:
-    a, b, c = _names(first), _names(second), _names(third)
-    if a is None or b is None or c is None:
+def _matched(body: list[ast.stmt], at: int) -> _Match | None:
+    """Returns the sum at a place and its norm behind it, if the sum is also in a variable that outlives its norm."""
+    first = _names(body[at])
+    added = None if first is None else _added(first[1])
+    if first is None or added is None or added[0] == added[1]:
         return None
-    hidden, residual, added = a[0], b[0], _added(a[1])
-    copies = isinstance(b[1], ast.Name) and b[1].id == hidden
-    norm = _norm_called(c[1], hidden)
-    if added is None or set(added[:2]) != {hidden, residual} or hidden == residual or not copies:
-        return None
-    *terms, multiplier = added
-    if c[0] != hidden or norm is None or (multiplier is not None and terms[1] != hidden):
-        return None
-    return _Match(hidden, residual, norm, (terms[0], terms[1]), multiplier)
+    same = {first[0]}  # the variables that have the sum
+    for until, node in enumerate(body[at + 1 :], at + 1):
+        last = _names(node)
+        norm = None if last is None else _norm_called(last[1], same)
+        if last is not None and norm is not None:
+            words = last[1].keywords  # type: ignore[attr-defined]
+            by_name = words[0].arg if words else None
+            found = _Match(at, until, first[0], last[0], norm, by_name, added[:2], added[2])
+            return found if same - {last[0]} else None
+        if not _only_assigns(node):
+            return None
+        set_now = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and type(part.ctx) is ast.Store}
+        copies = isinstance(value := getattr(node, "value", None), ast.Name) and value.id in same
+        same = same | set_now if copies else same - set_now
+    return None
+
+
+_OF_VALUES = (
+    ast.Name, ast.Constant, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.operator, ast.unaryop,
+    ast.expr_context,
+)  # fmt: skip
+
+
+def _only_assigns(node: ast.stmt) -> bool:
+    """Whether a statement sets variables to what takes no call, and so changes no tensor."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return isinstance(node, ast.Pass)
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    parts = [*targets, *([] if node.value is None else ast.walk(node.value))]
+    return all(isinstance(each, ast.Name) for each in targets) and all(isinstance(each, _OF_VALUES) for each in parts)
+
+
+_NORMED = "_npu_kernels_normed"
 
 
 class _Rewrite(ast.NodeTransformer):
-    def __init__(self, norms: set[str]) -> None:
-        self.norms, self.found = norms, []  # type: tuple[set[str], list[str]]
+    """Puts the call into a forward. `norms` has the name of the tensor that each norm's forward takes."""
+
+    def __init__(self, norms: Mapping[str, str]) -> None:
+        self.norms, self.found = norms, []  # type: tuple[Mapping[str, str], list[str]]
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        body, i = [], 0
-        while i < len(node.body):
-            match = _matched(*node.body[i : i + 3]) if i + 3 <= len(node.body) else None
-            if match is None or match.norm not in self.norms:
-                body.append(node.body[i])
-                i += 1
+        body, i = node.body, 0
+        while i < len(body):
+            match = _matched(body, i)
+            i += 1
+            if match is None or match.by_name not in (None, self.norms.get(match.norm)) or match.norm not in self.norms:
                 continue
             terms = ", ".join([*match.terms, *([f"self.{match.multiplier}"] if match.multiplier else [])])
-            text = f"{match.hidden}, {match.residual} = self.{_FUSED}(self.{match.norm}, {match.norm!r}, {terms})"
-            body.append(ast.copy_location(ast.parse(text).body[0], node.body[i]))
+            fused = f"{_NORMED}, {match.total} = self.{_FUSED}(self.{match.norm}, {match.norm!r}, {terms})"
+            # The variable must not keep the tensor.
+            taken = f"{match.normed} = {_NORMED}\ndel {_NORMED}"
+            for place, text in ((match.until, taken), (match.at, fused)):
+                body[place : place + 1] = [ast.copy_location(each, body[place]) for each in ast.parse(text).body]
             self.found.append(match.norm)
-            i += 3
-        node.body = body
+            i = match.until + 2
         return node
 
 
@@ -153,7 +205,7 @@ class AddRmsNormPatch(Patch):
         function = plain_forward(original_class(module))
         if reason is not None or isinstance(function, str):
             return reason or str(function)
-        rewrite = _Rewrite(set(forms))
+        rewrite = _Rewrite({name: _taken(original_class(norms[name])) for name in forms})
         rewrite.visit(ast.parse(source_of(function) or ""))
         if not rewrite.found:
             return "its forward has no residual add right before a norm"
@@ -194,5 +246,5 @@ class AddRmsNormPatch(Patch):
     def patched_class(self, site: Site) -> type[nn.Module]:
         bind = functools.partial
         fused = guarded(site, bind(self.declines, site), bind(self.run, site), _own, self.tokens)
-        forward = rewritten_forward(site.kind, _Rewrite(set(site.form.by_name)))
+        forward = rewritten_forward(site.kind, _Rewrite(site.form.takes))
         return subclass_with_forward(site.kind, while_recognised(site, forward), ((_FUSED, fused),))

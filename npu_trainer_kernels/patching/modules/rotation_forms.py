@@ -2,7 +2,7 @@
 
 The function is called with random heads and tables, in fp32, in bf16 and in bf16 with fp32 tables, at several head
 sizes, with one and several sequences in the tables, and its results are compared bit for bit with `ops.rope` in every
-form. The names of its parameters tell how to call it:
+form. The names of its parameters tell how to call it; with other names, every way is tried:
 
     f(q, k, cos, sin, unsqueeze_dim=1)      Llama and most others, position_ids=None before unsqueeze_dim in some
     f(x, cos, sin, unsqueeze_dim=1)         Gemma 3n and 4
@@ -47,7 +47,8 @@ class RopeForm:
         roles: the role of each: `"q"`, `"k"`, `"cos"`, `"sin"` or `"freqs"`.
         layouts: the calls that it supports without `unsqueeze_dim`: (number of dimensions of q, dimension of the heads
             after a batch dimension is put before three).
-        unsqueezes: whether it has a parameter `unsqueeze_dim`.
+        unsqueezes: whether it has a parameter for the dimension of the heads.
+        dimension: the name of this parameter.
         partial: whether tables may be narrower than heads.
     """
 
@@ -59,6 +60,7 @@ class RopeForm:
     layouts: tuple[tuple[int, int], ...] = ((4, 1),)
     unsqueezes: bool = False
     partial: bool = False
+    dimension: str = "unsqueeze_dim"
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def rotation_call(form: RopeForm, args: tuple[Any, ...], named: Mapping[str, Any
         for name, value in named.items():
             if name in form.names and name not in given:
                 given[name] = value
-            elif name == "unsqueeze_dim" and form.unsqueezes and value in (1, 2):
+            elif name == form.dimension and form.unsqueezes and value in (1, 2):
                 heads = value
             elif name != "position_ids" or value is not None:
                 return None
@@ -206,15 +208,23 @@ def _rope_form(function: Callable[..., Any]) -> RopeForm | None:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
-    roles = _roles(tuple(parameters))
-    if roles is None:
-        return None
-    names, unsqueezes = tuple(parameters)[: len(roles)], "unsqueeze_dim" in parameters
-    layouts = ((4, parameters["unsqueeze_dim"].default),) if unsqueezes else ((4, 1), (4, 2), (3, 2))
+    heads = next((each for each in parameters.values() if type(each.default) is int and each.default in (1, 2)), None)
+    found = (_form_of_roles(function, tuple(parameters), roles, heads) for roles in _roles(parameters))
+    return next((form for form in found if form is not None), None)
+
+
+def _form_of_roles(
+    function: Callable[..., Any], parameters: tuple[str, ...], roles: tuple[str, ...], heads: inspect.Parameter | None
+) -> RopeForm | None:
+    """Returns the form of a function whose first parameters have these roles; `heads` is its parameter for the
+    dimension of the heads."""
+    names, unsqueezes = parameters[: len(roles)], heads is not None
+    layouts = ((4, 1), (4, 2), (3, 2)) if heads is None else ((4, heads.default),)
     for pairs, tables, layout in itertools.product(PAIRS, TABLES, layouts):
         if (pairs, tables) == ("regrouped", "each") or ("freqs" in roles and tables != "pair"):
             continue
         form = RopeForm(pairs, tables, CASTINGS[0], names, roles, (layout,), unsqueezes)
+        form = form if heads is None else replace(form, dimension=heads.name)
         # All castings are the same in fp32.
         if not _has_bits(function, form, 32, 32, (torch.float32, torch.float32)):
             continue
@@ -236,7 +246,22 @@ def _with_all_calls(function: Callable[..., Any], form: RopeForm, layouts: tuple
     return replace(form, partial=all(_has_bits(function, form, size, part, dtypes) for (size, part), dtypes in parts))
 
 
-def _roles(names: tuple[str, ...]) -> tuple[str, ...] | None:
+def _roles(parameters: Mapping[str, inspect.Parameter]) -> tuple[tuple[str, ...], ...]:
+    """Returns the roles that a function's first parameters may have: those that their names say, else every one."""
+    names = tuple(parameters)
+    if (said := _roles_said(names)) is not None:
+        return (said,)
+    needed = [name for name, each in parameters.items() if each.default is each.empty]
+    return _ROLES.get(len(needed), ()) if names[: len(needed)] == tuple(needed) else ()
+
+
+_ROLES = {
+    3: (("q", "cos", "sin"), ("q", "sin", "cos"), ("q", "k", "freqs")),
+    4: (("q", "k", "cos", "sin"), ("q", "k", "sin", "cos")),
+}
+
+
+def _roles_said(names: tuple[str, ...]) -> tuple[str, ...] | None:
     """Returns the roles of a function's first parameters, by their names."""
     if not names:
         return None
@@ -266,7 +291,7 @@ def _has_bits(
     """Whether the function equals the form for heads of `size` of which `rotated` elements are rotated."""
     ways: list[tuple[int, int, dict[str, int]]] = [(rank, heads, {}) for rank, heads in form.layouts]
     if form.unsqueezes:
-        ways += [(4, heads, {"unsqueeze_dim": heads}) for heads in (1, 2)]
+        ways += [(4, heads, {form.dimension: heads}) for heads in (1, 2)]
     shared_tables = itertools.product(ways, (False, True))
     return all(_same_bits(function, form, *way, size, rotated, dtypes, shared) for way, shared in shared_tables)
 

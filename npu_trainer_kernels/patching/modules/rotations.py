@@ -115,6 +115,20 @@ def _normed_projections(
     return tuple((name, original_class(norms[name]), forms[name]) for name in dict.fromkeys(rewrite.found))
 
 
+def _is_rotation(value: Any, cls: Any) -> bool:
+    """Whether a name of a forward is a function of the same file that rotates, whatever it is called."""
+    own = isinstance(value, types.FunctionType) and value.__module__ == cls.__module__
+    return own and rope_form(value) is not None
+
+
+def _has_tables(module: nn.Module, code: types.CodeType | None) -> bool:
+    """Whether a forward of a module with parameters has variables `cos` and `sin`."""
+    return {"cos", "sin"} <= {*getattr(code, "co_varnames", ())} and any(True for _ in module.parameters())
+
+
+_IN_ITS_CODE = "its forward has cosines and sines, and calls no function that rope knows"
+
+
 def _kernel_instead(function: Any) -> str | None:
     """Returns which kernel the package `kernels` runs instead of a model's function, or None."""
     return kernel_of_package(function) if isinstance(function, nn.Module) else None
@@ -161,11 +175,11 @@ class RopePatch(Patch):
     def recognise(self, module: nn.Module, scene: Scene) -> AttentionForm | str | None:
         cls: Any = original_class(module)
         code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-        names = [name for name in getattr(code, "co_names", ()) if rotates(name)]
         space = getattr(inspect.unwrap(cls.forward), "__globals__", {})
+        names = [name for name in getattr(code, "co_names", ()) if rotates(name) or _is_rotation(space.get(name), cls)]
         functions = {name: own for name in names if (own := own_function(space.get(name))) is not None}
         if not functions:
-            return None
+            return _IN_ITS_CODE if _has_tables(module, code) else None
         reason = set_on_instance(module)
         function = plain_forward(cls)
         if reason is not None or isinstance(function, str):
