@@ -357,6 +357,11 @@ def test_a_process_that_the_environment_does_not_reach_is_named_as_a_cause(given
     assert python("print(1)").stderr == NONE
 
 
+@pytest.mark.parametrize("option", ["--help", "-h", "--version"])
+def test_a_command_that_shows_its_help_is_not_blamed(option):
+    assert run(sys.executable, "-c", "print(1)", option).stderr == ""
+
+
 def test_a_failing_command_without_a_trainer_fails_as_before():
     done = python("raise SystemExit(3)")
     assert (done.returncode, done.stderr) == (3, NONE)
