@@ -11,8 +11,8 @@ the archive has the results so far; the same command continues from there.
 The archive has prove.json, report.md and tuned.json: versions and numbers, no names, no paths, no data, no environment
 variables. Read report.md before you send it. The command sends nothing, and changes nothing outside of its folder.
 
-Exit codes: 0 nothing is wrong (there may be cases where the kernels are slower), 1 something is wrong or failed,
-2 wrong usage, 130 stopped by Ctrl-C.
+Exit codes: 0 nothing is wrong (there may be cases where the kernels are slower), 1 something is wrong or failed, or
+nothing was measured, 2 wrong usage, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Part:
         name: a key of `_prove_worker.PARTS`.
         weight: its share of the remaining time is its weight / the sum of its weight and those of the later parts.
         silence: the time limit of one item in seconds.
-        quick: the number of its items with --quick; of the training steps those are one step's, plain and with the flag.
+        quick: the number of its items with --quick; of `steps` those of one step, plain and with the flag.
     """
 
     name: str
