@@ -118,7 +118,6 @@ def test_what_is_slow_is_not_installed_again():
     assert advice["trl-broken"] == "mend transformers (above), which it imports"
 
 
-@pytest.mark.full
 def test_what_breaks_because_of_torch_npu_is_blamed_on_it(tmp_path):
     """torch loads torch_npu when it is imported, and transformers looks for it: three broken imports, one cause."""
     install(tmp_path, "torch_npu", "2.7.1", {"torch_npu/__init__.py": "raise ImportError('libhccl.so is not there')"})

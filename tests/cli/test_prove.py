@@ -273,7 +273,6 @@ def test_a_part_that_cannot_start_is_recorded(tmp_path, stub, capsys):
     assert log(tmp_path)[-1] == "table one"
 
 
-@pytest.mark.full
 def test_an_item_that_hangs_is_recorded_and_the_others_go_on(tmp_path, stub, capsys, monkeypatch):
     stub(steps={"a": {"does": "time.sleep(600)"}, "b": {}})
     parts = [_prove.Part(p.name, p.weight, 3.0 if p.name == "steps" else p.silence) for p in _prove.PARTS]
@@ -672,7 +671,6 @@ def test_checks_see_a_wrong_backend(monkeypatch):
     assert do("checks", done=["choices"])["rope/torch/float32"]["status"] == "wrong"
 
 
-@pytest.mark.full
 def test_kernels_are_measured_beside_eager(monkeypatch):
     case = cases.OpCase("swiglu", {"N": 16, "I": 24}, "float32")
     monkeypatch.setattr(_prove_worker, "_cases", lambda where: [case])
@@ -723,7 +721,6 @@ def test_what_needs_trl_says_so_where_there_is_none(monkeypatch):
     assert all("pip install" in r["reason"] for r in found.values() if r["status"] == "absent")
 
 
-@pytest.mark.full
 def test_a_training_that_the_kernels_change_is_seen(monkeypatch):
     monkeypatch.setattr(_prove_worker, "CONVERGENCE_STEPS", 3)
     monkeypatch.setattr(_prove_worker, "NOISE_RUNS", 4)

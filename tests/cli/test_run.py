@@ -276,7 +276,6 @@ def test_python_path_is_put_in_front_of_and_kept():
         assert python(code, PYTHONPATH=before).stdout == f"{FOLDER}:{kept}\n"
 
 
-@pytest.mark.full
 def test_options_are_variables():
     options = ["--ops", "rope,swiglu", "--backend", "torch", "--strict", "--no-warm-up", "--report", "full"]
     options += ["--no-balance", "--tiled-mlp", "8192", "--audit", "off"]
@@ -292,7 +291,6 @@ def test_options_are_variables():
     }  # fmt: skip
 
 
-@pytest.mark.full
 def test_print_env_is_for_a_shell(fake):
     """For those who cannot put a word in front of their command."""
     printed = run("--print-env", "--ops", "rope", PYTHONPATH=f"{ROOT}:/with space").stdout

@@ -87,7 +87,7 @@ class Environment:
             script.write_bytes(f"#!{self.bin / 'python'}\n".encode() + rest)
             script.chmod(0o755)
 
-    def run(self, command: str, folder: Path, timeout: float = 300) -> tuple[int, str]:
+    def run(self, command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
         """Runs a command in a shell as a user would, and returns its exit status and all that it has printed."""
         kept = {
             key: value for key, value in os.environ.items()

@@ -117,11 +117,11 @@ def test_a_command_does_what_the_page_says(machine, command):
 
 @pytest.mark.parametrize("command", [command for command in RUN if "compare" in command])
 def test_runs_are_compared_right_after_them(machine, command):
-    """The runs of the example script, as the page asks for: with its own options alone, and nothing saved besides."""
+    """The runs of the first command of README, as it stands and without the flag; nothing is saved besides."""
     sft = SMALLER["python examples/sft.py --use_npu_kernels"][1]
-    assert machine.run(f"{sft} --output_dir runs/kernels")[0] == 0
+    assert machine.run(sft)[0] == 0
     assert machine.run(f"{sft.replace(' --use_npu_kernels', '')} --output_dir runs/plain")[0] == 0
-    copies = "for each in plain-2 plain-3 sft; do rm -rf runs/$each; cp -r runs/plain runs/$each; done"
+    copies = "cp -r runs/sft runs/kernels; for each in 2 3; do cp -r runs/plain runs/plain-$each; done"
     assert machine.run(copies)[0] == 0
     code, output = machine.run(command, RUN[command].extras)
     assert code == 0, output[-6000:]
@@ -137,3 +137,18 @@ def test_the_first_environment_has_what_its_row_installs_and_no_more(machine):
     code, where = machine.run("cd / && python -c 'import npu_trainer_kernels as n; print(n.__file__)'")
     assert code == 0
     assert str(machine.clone.parent / "plain") in where
+
+
+@pytest.mark.full("grpo")
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_a_recipe_with_and_without_and_both_side_by_side(machine, recipe):
+    """The recipe's tiny switch, `NPU_KERNELS_RUN=0` and `npu-kernels compare`, as the page says."""
+    logged = "--save_strategy steps --save_steps 3 --logging_steps 1 --seed 7"
+    for name, switch in (("with", ""), ("without", "NPU_KERNELS_RUN=0 ")):
+        code, output = machine.run(f"{switch}python examples/recipes/tiny.py {recipe} {logged}", True)
+        assert code == 0, output[-6000:]
+        assert (" put into " in output) == (name == "with")
+        assert machine.run(f"mv runs/recipes/{recipe}/out {recipe}-{name}")[0] == 0
+    code, output = machine.run(f"npu-kernels compare {recipe}-with {recipe}-without")
+    assert code == 0, output
+    assert "loss" in output

@@ -112,7 +112,6 @@ def test_a_student_is_trained_by_the_divergence_of_two_heads(tmp_path: Path) -> 
     assert teacher.config.hidden_size != small_model(case.family).config.hidden_size
 
 
-@pytest.mark.full
 def test_a_planted_fault_is_removed_again() -> None:
     for mutation in mutations.MUTATIONS:
         with mutation.planted():
