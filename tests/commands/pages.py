@@ -45,7 +45,7 @@ def _of_docstring(file: str) -> Iterator[str]:
     said = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
     for line in re.sub(r"\s*\\\n\s*", " ", said).splitlines():
         if re.match(rf"    {_PROGRAMS}\S", line):
-            yield re.sub(r" +", " ", re.split(r" {3,}(?!-)", line.strip())[0])
+            yield re.sub(r" +", " ", re.split(r" {3,}(?![ -])", line.strip())[0])
 
 
 def commands() -> dict[str, list[str]]:

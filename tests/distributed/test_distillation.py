@@ -4,7 +4,6 @@ import pytest
 
 from tests.distributed.test_distributed import on_two_ranks
 
-
 # How often our divergence runs, by the case of `distillation.py`.
 RAN = {
     "distillation, DDP": 2,
