@@ -31,8 +31,8 @@ else
 endif
 	touch $@
 
-demo: $(STAMP)  ## both example scripts, with and without the flag, and a table
-	$(BIN)/python examples/demo.py
+demo: $(STAMP)  ## both example scripts, with and without the flag, and a table; DEMO=--quick: a step or two of each
+	$(BIN)/python examples/demo.py $(DEMO)
 
 # Empty, every test and every case; --quick, what each change is held to: no test marked full, and as many cases of each
 # as it takes to have every value of every parameter once (tests/conftest.py). Releases are held to everything.

@@ -43,9 +43,10 @@ from torch.distributed.rendezvous import rendezvous
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli.output import Output
 
-from .cli import ONLY, matcher, write_reports
+from .cli import matcher, write_reports
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
+from .options import ONLY
 from .ranks import WAYS, WRAPPERS, free, time_head, train
 from .results import Results, Row, environment, key_of, package_version
 from .runner import ERRORS, Budget

@@ -22,8 +22,9 @@ import torch
 from npu_trainer_kernels import device as devices
 
 from . import endtoend
-from .cli import ONLY, matcher
+from .cli import matcher
 from .measure import as_json, summarise
+from .options import ONLY
 from .ranks import last_step_profiled
 from .results import Results, Row, environment, package_version
 from .step_cases import VARIANTS, StepWorkload, variants_of, workloads

@@ -60,7 +60,7 @@ def tokenizer_for(task: str) -> Any:
 
 @functools.cache
 def _packed() -> Dataset:
-    return text_script.packed_dataset(_documents(), tokenizer_for("lm"), LENGTH)
+    return Dataset.from_list(text_script.packed_dataset(_documents(), tokenizer_for("lm"), LENGTH))
 
 
 def lm(rows: int) -> Dataset:
@@ -86,7 +86,7 @@ def sequences(text: Text) -> torch.Tensor:
     """Returns `[rows, length]` ids of real text, with a tokenizer that is trained on it; takes tens of seconds."""
     documents = text_script.standard_library_texts(text.characters, seed=0)
     tokenizer = common.byte_level_tokenizer(documents, text.vocabulary)
-    return torch.tensor(text_script.packed_dataset(documents, tokenizer, text.length)["input_ids"])
+    return torch.tensor([row["input_ids"] for row in text_script.packed_dataset(documents, tokenizer, text.length)])
 
 
 def of_sequences(ids: torch.Tensor) -> Dataset:

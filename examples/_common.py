@@ -1,37 +1,38 @@
-"""Functions that the examples share: arguments, data and models from the hub or from scratch, peak memory, metrics."""
+"""Functions that the examples share: arguments, data and models from the hub or from scratch, peak memory, metrics.
+
+Everything here works without TRL and datasets; `_trl.py` has what the scripts with a trainer of TRL share besides.
+"""
 
 import json
 import os
 import random
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from npu_trainer_kernels.support.optional import require
-
-require("this example", "trl", "datasets")  # before the imports that need them
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    HfArgumentParser,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Trainer,
-    TrainingArguments,
-    set_seed,
 )
-from trl import TrlParser
 
-from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback
+from npu_trainer_kernels import NpuKernelsCallback
+from npu_trainer_kernels.support.optional import require
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -73,8 +74,31 @@ def refuse(name: str, value: object, reason: str) -> None:
         raise ValueError(f"{name}={value!r} has no effect {reason}; leave it out")
 
 
-def load_rows(args: SourceArguments) -> Dataset:
+class ConfigParser(HfArgumentParser):
+    """`HfArgumentParser` with `--config FILE`: a YAML file whose values are the options' defaults."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_argument("--config", metavar="FILE", help="YAML file with options; the command line replaces them.")
+
+    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple[Any, ...]:
+        """Returns one object for each dataclass. Raises `ValueError` if a value or a name is wrong."""
+        given = sys.argv[1:] if args is None else list(args)
+        file = self.parse_known_args(given)[0].config
+        if file is not None:
+            defaults = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+            unknown = sorted(defaults.keys() - {action.dest for action in self._actions})
+            if unknown:
+                raise ValueError(f"--config: {file} has unknown options: {', '.join(unknown)}")
+            self.set_defaults(**defaults)
+        return self.parse_args_into_dataclasses(given)[: len(self.dataclass_types)]
+
+
+def load_rows(args: SourceArguments) -> "Dataset":
     """Loads the split of `args.dataset_name` from the hub, a data file, a folder of them or a `save_to_disk` folder."""
+    require("--dataset_name", "datasets")
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
     assert args.dataset_name is not None
     path, split = Path(args.dataset_name), args.dataset_split or "train"
     if path.is_file():
@@ -95,7 +119,7 @@ def load_rows(args: SourceArguments) -> Dataset:
     return load_dataset(args.dataset_name, args.dataset_config, split=split)
 
 
-def require_columns(rows: Dataset, names: Iterable[str], argument: str) -> None:
+def require_columns(rows: "Dataset", names: Iterable[str], argument: str) -> None:
     """Raises `ValueError` if the data set lacks a column."""
     for name in names:
         if name not in rows.column_names:
@@ -158,53 +182,12 @@ def sum_pairs(count: int, largest_operand: int, seed: int) -> list[tuple[int, in
     return [divmod(pair, side) for pair in random.Random(seed).sample(range(side**2), count)]
 
 
-def trl_example(
-    config: type[TrainingArguments], **defaults: Any
-) -> tuple[NpuKernelsArguments, TrainingArguments, PreTrainedTokenizerBase, str, list[tuple[str, str]]]:
-    """Returns what the scripts `trl_*.py` need: the flag, the trainer's arguments from the command line, a tokenizer,
-    the path of a small model, and sums with their answers. TRL loads a reference model from the model's path."""
-    parser = TrlParser((NpuKernelsArguments, config))
-    parser.set_defaults(
-        output_dir=f"runs/{Path(sys.argv[0]).stem}",
-        max_steps=100,
-        per_device_train_batch_size=32,
-        learning_rate=1e-3,
-        logging_steps=10,
-        save_strategy="no",
-        report_to="none",
-        # TRL's defaults are for large models: bfloat16 and activation checkpointing only slow this one down.
-        bf16=False,
-        gradient_checkpointing=False,
-        **defaults,
-    )
-    kernels, training = parsed(parser)
-    set_seed(training.seed)
-    tokenizer, start = byte_level_tokenizer(), str(Path(training.output_dir) / "start")
-    AutoModelForCausalLM.from_config(small_qwen3(tokenizer)).save_pretrained(start)
-    tokenizer.save_pretrained(start)
-    return (
-        kernels,
-        training,
-        tokenizer,
-        start,
-        [(f"{a}+{b}=", str(a + b)) for a, b in sum_pairs(512, 49, training.seed)],
-    )
-
-
 def parsed(parser: Any) -> Any:
     """Parses the command line and `--config file.yaml`. A wrong value ends the script: a message, exit code 2."""
     try:
         return parser.parse_args_and_config()
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-
-
-def train_and_save(trainer: Trainer) -> None:
-    """Trains, saves the model, and writes its losses and the kernels' report to `metrics.json`."""
-    trainer.train()
-    trainer.save_model()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    write_metrics(trainer, {"losses": losses, "steps": trainer.state.global_step, "kernels": kernel_report(trainer)})
 
 
 def parameters_in_millions(model: PreTrainedModel) -> str:

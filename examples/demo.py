@@ -26,6 +26,11 @@ HERE = Path(__file__).resolve().parent
 # Patterns for a line of a trainer's log; the first that matches is shown as progress.
 SHOWN = (r"'(reward)': '?(-?[\d.]+)", r"'(eval_loss)': '?(-?[\d.]+)", r"'(loss)': '?(-?[\d.]+)")
 MIB = 1 << 20
+# Options of each script with --quick.
+QUICK = {
+    "sft": ["--max_steps", "2", "--text_characters", "60000"],
+    "grpo": ["--max_steps", "1", "--supervised_steps", "1", "--num_prompts", "64"],
+}
 WHY_REWARDS_DIFFER = (
     "Why the two GRPO runs end at different rewards, from the same seed: the kernels add the same numbers up in "
     "another order, so a probability differs in its last bit; at some step another token is drawn, and from there on "
@@ -46,10 +51,10 @@ class Run:
         """The run's name on the screen."""
         return f"{self.script} {'with' if self.kernels else 'without'} the kernels"
 
-    def command(self, output_dir: Path, seed: int) -> list[str]:
+    def command(self, output_dir: Path, seed: int, quick: bool) -> list[str]:
         """Returns the command line; two runs of a script differ only in the flag."""
         command = [sys.executable, str(HERE / f"{self.script}.py"), "--output_dir", str(output_dir)]
-        command += ["--seed", str(seed), "--disable_tqdm", "True"]
+        command += ["--seed", str(seed), "--disable_tqdm", "True", *(QUICK[self.script] if quick else [])]
         return [*command, "--use_npu_kernels"] if self.kernels else command
 
 
@@ -69,14 +74,14 @@ def shown(line: str) -> str | None:
     return "warming up" if line.startswith("warming up") else None
 
 
-def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[str, Any]:
+def execute(run: Run, output_dir: Path, seed: int, quick: bool, progress: Progress) -> dict[str, Any]:
     """Runs one process, shows its progress, writes its output to `log.txt` and returns its metrics."""
     output_dir.mkdir(parents=True, exist_ok=True)
     metrics = output_dir / "metrics.json"
     metrics.unlink(missing_ok=True)  # otherwise those of an earlier demo could be read
     task = progress.add_task(run.title, total=None, note="starting")
     tail: deque[str] = deque(maxlen=30)
-    command = run.command(output_dir, seed)
+    command = run.command(output_dir, seed, quick)
     with (
         (output_dir / "log.txt").open("w", encoding="utf-8") as log,
         subprocess.Popen(
@@ -135,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=42, help="of all the runs (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a step or two of each run, to see that the demo works")
     args = parser.parse_args()
     console, results, start = Console(), {}, time.monotonic()
     texts = (TextColumn("{task.description}"), TextColumn("{task.fields[note]}"))
@@ -144,7 +150,7 @@ def main() -> int:
                 if not console.is_terminal:  # the live display would show only its last state
                     console.print(f"{time.monotonic() - start:.0f} s: {run.title}")
                 folder = args.output_dir / f"{run.script}-{'kernels' if run.kernels else 'plain'}"
-                results[run] = execute(run, folder, args.seed, progress)
+                results[run] = execute(run, folder, args.seed, args.quick, progress)
     except RunFailedError as error:
         console.print(f"[red]The demo failed.[/red] {args.output_dir} holds the whole output.")
         console.print(str(error), markup=False, highlight=False)

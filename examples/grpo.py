@@ -20,6 +20,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from npu_trainer_kernels.support.optional import require
+
+require("this example", "trl", "datasets")  # before the imports that need them
+
 from _common import (
     PeakMemory,
     SourceArguments,
@@ -293,6 +297,7 @@ def main() -> None:
     peak = memory.bytes()
     after = trainer.evaluate()
     trainer.save_model()
+    trainer.save_state()
 
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     window = max(1, len(rewards) // 20)

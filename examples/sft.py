@@ -18,6 +18,7 @@ from pathlib import Path
 
 from _common import (
     SMALLEST_VOCAB,
+    ConfigParser,
     PeakMemory,
     SourceArguments,
     byte_level_tokenizer,
@@ -31,9 +32,7 @@ from _common import (
     require_columns,
     write_metrics,
 )
-from datasets import Dataset
 from transformers import (
-    HfArgumentParser,
     LlamaConfig,
     PreTrainedTokenizerBase,
     Trainer,
@@ -41,7 +40,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from trl import TrlParser
 
 from npu_trainer_kernels import NpuKernelsArguments
 
@@ -83,9 +81,9 @@ class ScriptArguments(SourceArguments):
             raise ValueError(f"eval_fraction must be between 0 and 1, both excluded; got {self.eval_fraction}")
 
 
-def make_parser() -> HfArgumentParser:
-    """Returns the parser of the command line; `TrlParser` extends transformers' parser by `--config file.yaml`."""
-    parser = TrlParser((ScriptArguments, NpuKernelsArguments, TrainingArguments))
+def make_parser() -> ConfigParser:
+    """Returns the parser of the command line and of `--config file.yaml`."""
+    parser = ConfigParser((ScriptArguments, NpuKernelsArguments, TrainingArguments))
     parser.set_defaults(
         output_dir="runs/sft",
         num_train_epochs=1.0,
@@ -142,13 +140,13 @@ def pack(documents: Sequence[Sequence[int]], length: int, end: int) -> Iterator[
     return (stream[start : start + length] for start in range(0, len(stream) - length + 1, length))
 
 
-def packed_dataset(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+def packed_dataset(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[dict[str, list[int]]]:
     """Returns texts as sequences of one length whose labels are the tokens themselves."""
     documents = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     sequences = list(pack(documents, length, tokenizer.eos_token_id))
     if not sequences:
         raise ValueError(f"sequence_length={length} is more than the {sum(map(len, documents))} tokens of the text")
-    return Dataset.from_dict({"input_ids": sequences, "labels": sequences})
+    return [{"input_ids": sequence, "labels": sequence} for sequence in sequences]
 
 
 def small_llama(tokenizer: PreTrainedTokenizerBase, length: int) -> LlamaConfig:
@@ -198,6 +196,7 @@ def main() -> None:
     result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     peak = memory.bytes()
     trainer.save_model()
+    trainer.save_state()
 
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     write_metrics(

@@ -6,7 +6,8 @@ A small Qwen3 learns the distributions of another one, whose weights are random,
 Every field of `trl.DistillationConfig` is an option.
 """
 
-from _common import small_qwen3, train_and_save, trl_example
+from _common import small_qwen3
+from _trl import train_and_save, trl_example
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer

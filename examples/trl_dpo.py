@@ -6,7 +6,7 @@ A small Qwen3 learns to prefer the answer of a sum to the answer read backwards.
 Every field of `trl.DPOConfig` is an option.
 """
 
-from _common import train_and_save, trl_example
+from _trl import train_and_save, trl_example
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 

@@ -6,7 +6,7 @@ A small Qwen3 learns from answers to sums that are labelled right or wrong.
 Every field of `trl.KTOConfig` is an option.
 """
 
-from _common import train_and_save, trl_example
+from _trl import train_and_save, trl_example
 from datasets import Dataset
 from trl import KTOConfig, KTOTrainer
 

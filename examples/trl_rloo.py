@@ -6,7 +6,7 @@ A small Qwen3 is rewarded for answering sums with digits.
 Every field of `trl.RLOOConfig` is an option.
 """
 
-from _common import train_and_save, trl_example
+from _trl import train_and_save, trl_example
 from datasets import Dataset
 from trl import RLOOConfig, RLOOTrainer
 

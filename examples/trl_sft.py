@@ -6,7 +6,7 @@ A small Qwen3 learns sums such as `12+7=`, with a loss on the answers only. The 
 Every field of `trl.SFTConfig` is an option.
 """
 
-from _common import train_and_save, trl_example
+from _trl import train_and_save, trl_example
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 

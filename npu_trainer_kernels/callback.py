@@ -37,6 +37,7 @@ from .training import (
     serve_divergence,
     stays_on_rank,
     stays_shuffled,
+    unconnected_ranks,
     warmup,
 )
 
@@ -335,7 +336,7 @@ class NpuKernelsCallback(TrainerCallback):
             )
         if (problem := _cast_for_good(args, kwargs["model"])) is not None:
             report.note(problem)
-        if (problem := differing_seeds(kwargs["model"])) is not None:
+        for problem in filter(None, (differing_seeds(kwargs["model"]), unconnected_ranks(args))):
             warnings.warn(problem, stacklevel=2)
             report.note(problem)
         if trainer is not None:

@@ -63,8 +63,11 @@ def _name(value: object) -> object:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps what `--quick` wants. Cases are looked at in an order that has nothing to do with their values, so that
-    values of two parameters meet at random, and always the same ones."""
+    """Keeps what `--quick` wants, and refuses tests of which it would keep no case.
+
+    Cases are looked at in an order that has nothing to do with their values, so that values of two parameters meet at
+    random, and always the same ones.
+    """
     if not config.getoption("--quick"):
         return
     seen: set[tuple[object, ...]] = set()
@@ -76,8 +79,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not _is_full(item) and not values <= seen:
             kept.add(item)
             seen |= values
+    lost = without_a_quick_case(items, kept)
+    if lost and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("--quick keeps no case of these tests (CONTRIBUTING.md):\n" + "\n".join(lost))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def without_a_quick_case(items: list[pytest.Item], kept: set[pytest.Item]) -> list[str]:
+    """Returns the tests that have no case among the kept ones, and whose mark names no test of their file that has."""
+    tests = {item.nodeid.partition("[")[0]: item for item in items}
+    quick = {item.nodeid.partition("[")[0] for item in kept}
+    lost = []
+    for test in tests.keys() - quick:
+        marker = tests[test].get_closest_marker("full")
+        instead = None if marker is None else marker.kwargs.get("quick")
+        if f"{test.partition('::')[0]}::{instead}" not in quick:
+            lost.append(test)
+    return sorted(lost)
 
 
 @pytest.fixture

@@ -93,7 +93,6 @@ def test_heads_and_what_is_not_traced_keep_their_kernels(work):
     assert bool(launched(work, "triton")) == (work.op in HEADS | OPAQUE)
 
 
-@pytest.mark.full
 def test_of_a_compiled_model_trls_head_keeps_its_kernels():
     from trl.trainer.utils import add_fused_lm_head
 
@@ -280,7 +279,6 @@ def test_evaluation_is_one_graph(way, full):
     torch.testing.assert_close(found.loss, expected.loss)
 
 
-@pytest.mark.full
 def test_a_model_that_is_compiled_already_is_served_and_restored():
     model, graphs = small_model("llama"), Graphs()
     classes = [type(module) for module in model.modules()]
@@ -296,7 +294,6 @@ def test_a_model_that_is_compiled_already_is_served_and_restored():
     assert type(compiled(**batch()).logits) is torch.Tensor
 
 
-@pytest.mark.full
 def test_a_copy_of_a_patched_model_is_served_and_restored_by_itself():
     model, graphs = small_model("llama"), Graphs()
     classes = [type(module) for module in model.modules()]

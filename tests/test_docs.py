@@ -148,14 +148,14 @@ def test_make_targets_exist(page):
 def _options(command: str) -> set[str]:
     """The options of a subcommand of npu-kernels, from its parser; `bench` has those of the benchmark runner."""
     if command == "bench":
-        return set(re.findall(r'"(--[\w-]+)"', (ROOT / "benchmarks" / "cli.py").read_text()))
+        return set(re.findall(r'"(--[\w-]+)"', (ROOT / "benchmarks" / "options.py").read_text()))
     (subparsers,) = (a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return set(subparsers.choices[command]._option_string_actions)
 
 
 @pages
 def test_commands_exist(page):
-    known = {"convergence": "convergence/__main__.py", "benchmarks": "benchmarks/cli.py"}
+    known = {"convergence": "convergence/__main__.py", "benchmarks": "benchmarks/options.py"}
     for command in commands(page):
         for name, rest in re.findall(r"\bnpu-kernels ([a-z]+)((?: [^#|]*)?)", command):
             if name == "run":  # the rest is the user's command

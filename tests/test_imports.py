@@ -83,7 +83,6 @@ def test_import_survives_broken_optional_dependencies(error):
     assert done.stdout.strip() == "fine", done.stderr
 
 
-@pytest.mark.full
 def test_kernels_without_triton_name_the_extra():
     code = BREAK.format(names=["triton"], error="ImportError") + (
         "from npu_trainer_kernels.ops.head.gradient import _row_gradient_kernel as k\nk[(1,)]()"

@@ -29,10 +29,12 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         OSError: an error that is not about writing the results.
     """
-    # This import loads torch.
+    name = f"npu-kernels {NAME}"
+    # --help and wrong options end here, before the next import loads torch.
+    importlib.import_module(f"{package()}.options").make_parser(name, RESULTS).parse_args(arguments)
     runner = importlib.import_module(f"{package()}.cli")
     try:
-        code: int = runner.main(arguments, f"npu-kernels {NAME}", RESULTS)
+        code: int = runner.main(arguments, name, RESULTS)
     except OSError as error:
         if error.errno not in _UNWRITTEN:
             raise

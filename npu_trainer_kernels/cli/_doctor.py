@@ -10,17 +10,18 @@ Exit codes: 0 nothing is broken (warnings may have been printed), 1 something is
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
-from ..evidence.table import FORM_NAMES
+from ..evidence.table import FORM_NAMES, op_of
 from . import _launcher
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
 from ._lost_gains import lost_gains
-from ._process import ENDED, read
+from ._process import ENDED, OUT_OF_TIME, read
 from .output import FINE, FOUND, Output, UsageError, new_table
 
 __all__ = ["HELP", "NAME", "Installation", "add_arguments", "device_findings", "look", "run", "self_check"]
@@ -46,23 +47,34 @@ def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, An
 
 
 def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str, Any]]:
-    """Returns the lines that `_selfcheck` writes. If an op crashes the process, its line has the reason as `problem`,
-    and a new process checks the remaining ops."""
-    left = list(FORM_NAMES)
+    """Returns the lines that `_selfcheck` writes, and for every op that it did not finish a line that says why.
+
+    If the process ends before it is done with an op, wherever that is, the op's line has the reason as `problem`, and a
+    new process checks the remaining ops. If the time is over, the remaining ops have the reason as `unchecked`. A
+    process that ends before it has described the device, or badly after the last op, is a line with `ended`.
+    """
+    left, end, described = list(FORM_NAMES), time.monotonic() + seconds, False
     while left:
-        started: dict[str, Any] | None = None
-        for line in _child(left, times, seconds):
-            if ENDED not in line:
-                started = line if line.get("begins") else started
-                if "times" in line:
-                    left.remove(line["op"])
-                yield line
+        within: dict[str, Any] = {}
+        ended: dict[str, Any] = {ENDED: None, "why": None}
+        for line in _child(left, times, max(0.0, end - time.monotonic())):
+            if ENDED in line:
+                ended = line
                 continue
-            if started is None:
-                yield line  # the process ended before the first op
-                return
-            yield {**started, "begins": False, "problem": line[ENDED]}
-            left.remove(started["op"])
+            described = described or "device" in line
+            if "times" in line:
+                left.remove(line["op"])
+            within = line if line.get("begins") else {} if "times" in line else within
+            yield line
+        reason = ended[ENDED] or ("its process ended without a reason before it was done" if left else None)
+        if not described or not left:
+            yield from [{ENDED: reason}] if reason else []
+            return
+        op = left.pop(0)
+        yield {"op": op, "backend_op": op_of(op), **within, "begins": False, "times": None, "problem": reason}
+        if ended["why"] == OUT_OF_TIME:
+            yield from ({"op": op, "unchecked": f"there was no time for it in {seconds:.0f} s"} for op in left)
+            return
 
 
 def device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> list[Finding]:
@@ -98,8 +110,13 @@ def _check_findings(line: dict[str, Any]) -> list[Finding]:
     op, found = line.get("op"), []
     if line.get("problem") is not None:
         found.append(Finding(
-            ERROR, "self-check", f"{op}, {line['dtype']}: {line['problem']}",
+            ERROR, "self-check", f"{op}, {line.get('dtype', 'between two checks')}: {line['problem']}",
             f"train with NPU_KERNELS_BACKEND={line['backend_op']}=torch meanwhile, and report it with this output",
+        ))  # fmt: skip
+    if "unchecked" in line:
+        found.append(Finding(
+            WARNING, "unchecked", f"{op} was not checked: {line['unchecked']}",
+            "npu-kernels doctor --timeout gives the ops more seconds; any other reason is a fault of this package",
         ))  # fmt: skip
     times = line.get("times")
     if times is not None and times["slower"] and not line["plain"]:
@@ -127,12 +144,13 @@ def _ops_table(lines: list[dict[str, Any]]) -> Table:
         of_op = [line for line in lines if line.get("op") == op]
         if not of_op:
             continue
-        problems = [line["dtype"] for line in of_op if line.get("problem") is not None]
+        problems = [line for line in of_op if line.get("problem") is not None]
         times = next((line["times"] for line in of_op if line.get("times")), None)
+        right = "NO" if problems else "not checked" if any("unchecked" in line for line in of_op) else "yes"
         milliseconds = [f"{times[who]['median']:.3g} ms" for who in ("ours", "plain")] if times else ["", ""]
         table.add_row(
             op, next((line["backend"] for line in of_op if "backend" in line), ""),
-            "NO" if problems else "yes", *(milliseconds if timed else ()),
+            right, *(milliseconds if timed else ()),
         )  # fmt: skip
     return table
 
@@ -237,7 +255,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         device = next((line["device"] for line in lines if "device" in line), None)
         for line in lines:
             if ENDED in line:
-                found.append(Finding(ERROR, "self-check", f"the self-check cannot start: {line[ENDED]}",
+                what = "cannot start" if device is None else "ended badly after the last op"
+                found.append(Finding(ERROR, "self-check", f"the self-check {what}: {line[ENDED]}",
                                      "mend what is named above; else report it with this output"))  # fmt: skip
             found += device_findings(line, installed) if "device" in line else _check_findings(line)
     if device is not None:

@@ -14,6 +14,7 @@ usage or a missing package.
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import math
 from collections.abc import Sequence
@@ -56,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=_gib, required=True, metavar="GIB", help="of a device")
     parser.add_argument("--devices", type=int, default=1, help="default 1")
     parser.add_argument("--seq", type=int, default=1024, metavar="TOKENS", help="of a row (default 1024)")
-    parser.add_argument("--trainer", choices=TRAINERS, default="sft",
-                        help="transformers' Trainer, or TRL's (distil: distillation; default sft)")  # fmt: skip
+    parser.add_argument("--trainer", choices=TRAINERS, default="sft" if importlib.util.find_spec("trl") else "trainer",
+                        help="transformers' Trainer, or TRL's (distil: distillation; default: sft, or without TRL "
+                        "trainer)")  # fmt: skip
     parser.add_argument("--batch", type=int, default=1,
                         help="of a device: rows, in dpo pairs; what the parts are of (default 1)")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=0, metavar="TOKENS",

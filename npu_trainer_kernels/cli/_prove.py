@@ -11,8 +11,8 @@ the archive has the results so far; the same command continues from there.
 The archive has prove.json, report.md and tuned.json: versions and numbers, no names, no paths, no data, no environment
 variables. Read report.md before you send it. The command sends nothing, and changes nothing outside of its folder.
 
-Exit codes: 0 nothing is wrong (there may be cases where the kernels are slower), 1 something is wrong or failed,
-2 wrong usage, 130 stopped by Ctrl-C.
+Exit codes: 0 nothing is wrong (there may be cases where the kernels are slower), 1 something is wrong or failed, or
+nothing was measured, 2 wrong usage, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -50,21 +50,23 @@ class Part:
         name: a key of `_prove_worker.PARTS`.
         weight: its share of the remaining time is its weight / the sum of its weight and those of the later parts.
         silence: the time limit of one item in seconds.
+        quick: the number of its items with --quick; of `steps` those of one step, plain and with the flag.
     """
 
     name: str
     weight: float
     silence: float
+    quick: int = 1
 
 
 # An item may have to compile a kernel, which takes Ascend's compiler tens of seconds; a step compiles all kernels of a
 # model.
 PARTS = (
-    Part("checks", 3, 300.0),
-    Part("kernels", 5, 300.0),
-    Part("steps", 5, 900.0),
+    Part("checks", 3, 300.0, quick=2),
+    Part("kernels", 5, 300.0, quick=2),
+    Part("steps", 5, 900.0, quick=2),
     Part("convergence", 4, 900.0),
-    Part("ranks", 2, 900.0),
+    Part("ranks", 2, 900.0, quick=0),
     Part("table", 3, 600.0),
 )
 _DEVICE = Part("device", 0, 300.0)
@@ -82,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="that it may take (default 60)")
     parser.add_argument("--output", type=Path, default=FOLDER,
                         help=f"folder for the journal and the archive (default {FOLDER})")  # fmt: skip
+    parser.add_argument("--quick", action="store_true",
+                        help="measure one or two items of each part, to see that the command works")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="try again what was wrong, failed or absent before")
 
 
@@ -128,8 +132,11 @@ def _undisturbed() -> Iterator[None]:
 class _Proof:
     """One run of the command."""
 
-    def __init__(self, journal: _prove_archive.Journal, output: Output, again: bool, seconds: float) -> None:
+    def __init__(
+        self, journal: _prove_archive.Journal, output: Output, again: bool, quick: bool, seconds: float
+    ) -> None:
         self.journal, self.output = journal, output
+        self._quick = quick
         self.retried = {
             (r["part"], r["item"])
             for r in journal.records
@@ -161,7 +168,8 @@ class _Proof:
         """Runs one process; returns whether another process could do more items."""
         begun: str | None = None
         began = time.monotonic()
-        lines = read((*WORKER, part.name), seconds, environment=environment_of(part.name, os.environ),
+        command = (*WORKER, part.name, *([str(part.quick)] if self._quick else []))
+        lines = read(command, seconds, environment=environment_of(part.name, os.environ),
                      silence=part.silence, given=json.dumps(self.done(part.name)))  # fmt: skip
         for line in lines:
             if "begins" in line:
@@ -245,16 +253,19 @@ def run(args: argparse.Namespace, output: Output) -> int:
                             style="red")  # fmt: skip
                 code = FOUND
             with _undisturbed():
-                return max(code, _finish(journal, args.output, stopped, output))
+                return max(code, _finish(journal, args, stopped, output))
     finally:
         journal.close()
 
 
 def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: Output) -> None:
-    proof = _Proof(journal, output, args.again, 60 * args.minutes)
+    proof = _Proof(journal, output, args.again, args.quick, 60 * args.minutes)
+    if any(record.get("quick", args.quick) is not args.quick for record in journal.records):
+        raise UsageError(f"--output: what is there was measured {'without' if args.quick else 'with'} --quick; give it "
+                         "another folder")  # fmt: skip
     here = _installation(output)
     _same_machine(journal, here)
-    journal.add({"environment": here})
+    journal.add({"environment": here, "quick": args.quick})
     if here["versions"]["torch"] is None or "torch" in here["broken"]:
         return  # the findings have the reason
     # The device is checked in every run, since several machines may share a folder.
@@ -271,15 +282,22 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
     # Until all is done or a round adds nothing: the time that a part leaves is used by the others.
     while proof.records() > before and proof.left() > LEAST_SECONDS:
         before = proof.records()
-        todo = [part for part in PARTS if not proof.is_complete(part.name)]
+        todo = [part for part in _parts(args.quick) if not proof.is_complete(part.name)]
         for number, part in enumerate(todo):
             share = part.weight / sum(later.weight for later in todo[number:])
-            proof.do(part, proof.left() * share)
+            proof.do(part, min(proof.left(), max(LEAST_SECONDS, proof.left() * share)))
 
 
-def _finish(journal: _prove_archive.Journal, folder: Path, stopped: bool, output: Output) -> int:
+def _parts(quick: bool) -> list[Part]:
+    """Returns the parts that are measured."""
+    return [part for part in PARTS if part.quick or not quick]
+
+
+def _finish(journal: _prove_archive.Journal, args: argparse.Namespace, stopped: bool, output: Output) -> int:
     """Writes and shows the results; returns the exit code."""
-    found = _prove_archive.document(journal, [part.name for part in PARTS], os.environ)
+    folder: Path = args.output
+    command = f"npu-kernels {NAME}{' --quick' if args.quick else ''}"
+    found = _prove_archive.document(journal, [part.name for part in _parts(args.quick)], os.environ, command)
     report = _prove_report.text(found)
     try:
         path = _prove_archive.write(folder, found, report)
@@ -295,8 +313,12 @@ def _finish(journal: _prove_archive.Journal, folder: Path, stopped: bool, output
         output.text("Stopped; the same command goes on from here.", style="yellow")
     elif left:
         output.text("Not all was done in time; the same command goes on from here.", style="yellow")
-    output.paragraph(f"To send in, after a look at the report in it: {path}", 0)
+    wrong = bool(found["failures"]) or any(f["level"] == ERROR for f in found["environment"].get("findings", []))
+    if not (wrong or stopped or any(part["done"] for part in found["parts"].values())):
+        output.text(f"Nothing was measured: --minutes must be more than {args.minutes:g} here.", style="red")
+        wrong = True
+    what = "To send in, after a look at the report in it" if not args.quick else "A try, and nothing to send in"
+    output.paragraph(f"{what}: {path}", 0)
     lost, unused = _prove_report.losses(found)
     output.result({**found, "archive": str(path), "losses": lost, "losses_unused": unused, "stopped": stopped})
-    wrong = found["failures"] or any(f["level"] == ERROR for f in found["environment"].get("findings", []))
     return STOPPED if stopped else FOUND if wrong else FINE

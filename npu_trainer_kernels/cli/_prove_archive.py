@@ -183,7 +183,9 @@ def _measured(journal: Journal, chip: str) -> dict[str, Any]:
     return tuned.document({chip: whole})
 
 
-def document(journal: Journal, parts: Iterable[str], environment: Mapping[str, str]) -> dict[str, Any]:
+def document(
+    journal: Journal, parts: Iterable[str], environment: Mapping[str, str], command: str = "npu-kernels prove"
+) -> dict[str, Any]:
     """Returns all results, scrubbed. `meta` and `rows` have the format of a results file of the benchmarks."""
     parts = list(parts)
     device = journal.of("device").get("device", {})
@@ -192,7 +194,7 @@ def document(journal: Journal, parts: Iterable[str], environment: Mapping[str, s
     here: Row = next((r["environment"] for r in reversed(journal.records) if "environment" in r), {})
     found = {
         "schema": SCHEMA,
-        "meta": {**meta, "command": "npu-kernels prove", "devices": device.get("count", 0)},
+        "meta": {**meta, "command": command, "devices": device.get("count", 0)},
         "written": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "environment": {**here, "without_npu": device.get("without_npu")},
         "rows": _rows(journal),

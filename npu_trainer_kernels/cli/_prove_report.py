@@ -163,7 +163,8 @@ def _head(found: Row) -> list[str]:
     facts += [f"{device['memory_bytes'] / _GIB:.1f} GiB"] if device["memory_bytes"] else []
     facts += [f"{found['meta']['devices']} of them"] if found["meta"]["devices"] > 1 else []
     return [
-        "# npu-kernels prove", "", _paragraph(f"{device['name']} ({', '.join(facts)}); {found['written'][:10]}"), "",
+        f"# {found['meta']['command']}", "",
+        _paragraph(f"{device['name']} ({', '.join(facts)}); {found['written'][:10]}"), "",
         *(_item(f"{name} {version}") for name, version in packages.items() if version),
         *([_item(f"this package's sources {sources}")] if sources else []),
     ]  # fmt: skip

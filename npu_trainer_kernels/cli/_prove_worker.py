@@ -1,7 +1,7 @@
 """Runs one part of `npu-kernels prove` in a separate process: it lists the items, begins one after the other, and
 records each. An exception that is not caught here ends the process, and the parent records it for the current item.
 
-    echo '["done items"]' | python -m npu_trainer_kernels.cli._prove_worker PART
+    echo '["done items"]' | python -m npu_trainer_kernels.cli._prove_worker PART [MOST_ITEMS]
 """
 
 import contextlib
@@ -54,13 +54,15 @@ class Items:
     Args:
         lines: the lines to the parent.
         done: items that are done already.
+        most: the number of items that the part has at most; None: all.
     """
 
-    def __init__(self, lines: Lines, done: set[str]) -> None:
-        self._lines, self._done = lines, done
+    def __init__(self, lines: Lines, done: set[str], most: int | None = None) -> None:
+        self._lines, self._done, self._most = lines, done, most
 
     def todo(self, names: list[str]) -> list[str]:
         """Reports all items to the parent, and returns those that are not done."""
+        names = names[: self._most]
         self._lines.write(items=names)
         return [name for name in names if name not in self._done]
 
@@ -378,9 +380,9 @@ PARTS: dict[str, Callable[[Items], None]] = {
 
 
 def main() -> int:
-    (part,) = sys.argv[1:]
+    part, *most = sys.argv[1:]
     lines = Lines()
-    PARTS[part](Items(lines, set(json.loads(sys.stdin.read()))))
+    PARTS[part](Items(lines, set(json.loads(sys.stdin.read())), *map(int, most)))
     return 0
 
 

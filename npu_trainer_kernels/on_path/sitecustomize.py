@@ -26,6 +26,7 @@ _NONE = (
     "no Trainer of transformers was built, so that no kernels were used: if the command failed, its own message is "
     "above; a training loop without a Trainer needs apply_npu_kernels(model)"
 )
+_ASKING = frozenset(("-h", "--help", "--version"))
 # The possible cause that is named if there was no Trainer, but there were other processes.
 _LOST = (
     "; if a process that it has started trained, the environment did not reach that process (PYTHONPATH, "
@@ -132,6 +133,8 @@ def _watch() -> None:
 def _say_if_none(file: str, pid: int) -> None:
     if os.getpid() != pid:  # forked
         return
+    # A command that shows its help or its version trains nothing.
+    asked = not _ASKING.isdisjoint(sys.orig_argv)
     try:
         built = os.stat(file).st_size > 0
         os.remove(file)
@@ -139,7 +142,7 @@ def _say_if_none(file: str, pid: int) -> None:
         # No process has imported a Trainer. This needs a warning only in the command of `npu-kernels run`; other
         # processes may be any tool in a shell script (`--print-env`).
         built = os.environ.get(PID) != str(pid)
-    if not built:
+    if not built and not asked:
         _warn(_NONE + (_LOST if _had_children() else ""))
 
 

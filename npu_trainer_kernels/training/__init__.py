@@ -20,8 +20,10 @@ from .loss_filter import LossFilter
 from .repeats import Repeats
 from .seeds import differing_seeds
 from .step_times import StepTimes
+from .unconnected import unconnected_ranks
 
 __all__ = [
     "Arranger", "LossFilter", "Planner", "Repeats", "StepTimes", "agreed", "differing_seeds", "held_models", "is_grpo",
-    "never_arranged", "rehearsal", "serve_divergence", "stays_on_rank", "stays_shuffled", "warmup",
+    "never_arranged", "rehearsal", "serve_divergence", "stays_on_rank", "stays_shuffled", "unconnected_ranks",
+    "warmup",
 ]  # fmt: skip

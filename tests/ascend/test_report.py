@@ -42,7 +42,7 @@ def test_every_form_passes_on_every_chip_as_the_report_says(kept_cache):
     )
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_every_form_passes_on_every_chip_as_the_report_says")
 def test_every_kernel_passes_on_every_chip_and_the_report_says_so(kept_cache):
     # One test: two might run the gate in two processes, and the second find the report that the first has written.
     rows = collect_all(cases())

@@ -123,7 +123,6 @@ def test_what_raises_is_a_row_and_does_not_end_the_run(tmp_path):
     assert "not installed" in text
 
 
-@pytest.mark.full
 def test_a_wrong_provider_is_flagged(tmp_path):
     def make(case, device):
         return lambda t: 1.01 * OPS["rms_norm"].reference(t)
@@ -291,7 +290,6 @@ def test_bad_arguments_are_named(arguments, capsys):
     assert arguments[1] in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_command_writes_reports_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cli, "table", lambda kind: [tiny("rms_norm")])
     monkeypatch.setattr(cli, "QUICK", FAST)

@@ -2,14 +2,12 @@
 
 import json
 
-import pytest
 import torch
 
 from benchmarks import generation
 from npu_trainer_kernels.patching import handle_of
 
 
-@pytest.mark.full
 def test_both_variants_generate_in_turns(tmp_path, monkeypatch):
     patched = []
 

@@ -147,7 +147,6 @@ def _tiles_with_a_gradient(x, weight, ids):
     return (tiles >= 2.0**-12).any(-1).any(1).float().mean().item()
 
 
-@pytest.mark.full
 def test_peaked_inputs_are_like_a_trained_models():
     torch.manual_seed(0)
     rows, vocabulary, hidden = 256, 128256, 128

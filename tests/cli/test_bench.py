@@ -45,6 +45,20 @@ def test_its_options_are_the_runners(capsys):
     assert "usage: npu-kernels bench" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["npu_trainer_kernels bench", "benchmarks"])
+def test_help_comes_before_torch(command):
+    code = (
+        "import runpy, sys\n"
+        "module, *sys.argv[1:] = sys.argv[1:]\n"
+        "try:\n    runpy.run_module(module, run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 False"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from npu_trainer_kernels import descriptions
 from npu_trainer_kernels.cli import _doctor, _environment, _selfcheck, main
 from npu_trainer_kernels.cli._environment import broken_imports, findings, versions
+from npu_trainer_kernels.evidence.table import FORM_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "ascend.md"
 HERE = {"torch": "2.7.1+cpu", "Ascend driver": "25.0"}
@@ -116,7 +118,6 @@ def test_what_is_slow_is_not_installed_again():
     assert advice["trl-broken"] == "mend transformers (above), which it imports"
 
 
-@pytest.mark.full
 def test_what_breaks_because_of_torch_npu_is_blamed_on_it(tmp_path):
     """torch loads torch_npu when it is imported, and transformers looks for it: three broken imports, one cause."""
     install(tmp_path, "torch_npu", "2.7.1", {"torch_npu/__init__.py": "raise ImportError('libhccl.so is not there')"})
@@ -216,23 +217,115 @@ def test_the_self_check_sees(monkeypatch, device, fault, problem):
     assert found is None if problem is None else found.startswith(problem)
 
 
-def test_an_op_that_kills_its_process_is_a_finding_and_the_others_go_on(tmp_path, monkeypatch):
-    stub = tmp_path / "python"
-    stub.write_text(f"""#!{sys.executable}
-import json, os, signal, sys
+# A child that ends by itself at a moment of the op named `swiglu`, or of the whole check.
+CHILD = """
+import json, os, signal, sys, time
+def say(**line):
+    print(json.dumps(line), flush=True)
+def die(now):
+    if now == {when!r}:
+        {how}
+die("at the start")
+say(device={{"kind": "cpu", "name": "cpu", "memory_bytes": 1}}, sized_as="cpu", without_npu=None)
 for op in sys.argv[sys.argv.index("--ops") + 1].split(","):
-    print(json.dumps({{"op": op, "dtype": "float32", "backend": "torch", "begins": True}}), flush=True)
     if op == "swiglu":
-        os.kill(os.getpid(), signal.SIGKILL)
-    print(json.dumps({{"op": op, "dtype": "float32", "problem": None}}))
-    print(json.dumps({{"op": op, "plain": None, "times": None}}), flush=True)
-""")
+        die("before the op")
+    say(op=op, dtype="float32", backend_op="an op", backend="torch", reason="why", begins=True)
+    if op == "swiglu":
+        die("within the op")
+    say(op=op, dtype="float32", backend_op="an op", problem=None)
+    if op == "swiglu":
+        die("between its dtypes and its times")
+    say(op=op, plain=None, measured=[], times=None)
+die("at the end")
+"""
+
+
+def doctor_with(child, tmp_path, monkeypatch, capsys, *options):
+    stub = tmp_path / "python"
+    stub.write_text(f"#!{sys.executable}{child}")
     stub.chmod(0o755)
+    monkeypatch.setattr(_doctor, "versions", lambda: {**versions(), "torch": "2.13.0"})
+    monkeypatch.setattr(_doctor, "broken_imports", lambda installed: {})
+    monkeypatch.setattr(_doctor, "findings", lambda installed, broken: [])
     monkeypatch.setattr(sys, "executable", str(stub))
-    problems = {line["op"]: line["problem"] for line in _doctor.self_check() if "problem" in line}
-    assert set(problems) == set(descriptions.FORMS)
-    assert {op for op, problem in problems.items() if problem} == {"swiglu"}
-    assert "SIGKILL" in problems["swiglu"]
+    code = main(["doctor", "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+KILLED = "its process was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("when", "what"),
+    [
+        ("before the op", f"swiglu, between two checks: {KILLED}"),
+        ("within the op", f"swiglu, float32: {KILLED}"),
+        ("between its dtypes and its times", f"swiglu, float32: {KILLED}"),
+        ("at the start", f"the self-check cannot start: {KILLED}"),
+        ("at the end", f"the self-check ended badly after the last op: {KILLED}"),
+    ],
+)
+def test_a_process_that_dies_is_a_finding_wherever_it_dies(tmp_path, monkeypatch, capsys, when, what):
+    child = CHILD.format(when=when, how="os.kill(os.getpid(), signal.SIGKILL)")
+    code, found = doctor_with(child, tmp_path, monkeypatch, capsys)
+    assert code == 1
+    assert [finding["what"] for finding in found["findings"]] == [what]
+    assert {line["op"] for line in found["ops"]} == (set() if when == "at the start" else set(descriptions.FORMS))
+    wrong = {line["op"] for line in found["ops"] if line.get("problem")}
+    assert wrong == ({"swiglu"} if "swiglu" in what else set())
+
+
+@pytest.mark.parametrize("when", ["at the start", "before the op", "within the op"])
+def test_a_process_that_leaves_without_a_word_is_a_finding(tmp_path, monkeypatch, capsys, when):
+    code, found = doctor_with(CHILD.format(when=when, how="os._exit(0)"), tmp_path, monkeypatch, capsys)
+    (finding,) = found["findings"]
+    assert code == 1
+    assert finding["what"].endswith("its process ended without a reason before it was done")
+
+
+def test_ops_that_there_is_no_time_for_are_named(tmp_path, monkeypatch, capsys):
+    child = CHILD.format(when="within the op", how="time.sleep(60)")
+    code, found = doctor_with(child, tmp_path, monkeypatch, capsys, "--timeout", "3")
+    first, *others = found["findings"]
+    assert code == 1
+    assert first["what"] == "swiglu, float32: it was not done after 3 s"
+    after = FORM_NAMES[FORM_NAMES.index("swiglu") + 1 :]
+    assert [other["what"] for other in others] == [
+        f"{op} was not checked: there was no time for it in 3 s" for op in after
+    ]
+    assert {other["level"] for other in others} == {"warning"}
+
+
+def test_every_op_of_the_table_has_sizes():
+    for dtype in _selfcheck.CHECKED_DTYPES:
+        checked = {work.op for work in descriptions.of_model(_selfcheck.CHECKED, _selfcheck.CHECKED_TOKENS, dtype)}
+        assert checked == set(FORM_NAMES)
+    for shapes, tokens in _selfcheck.TIMED.values():
+        timed = {work.op for work in descriptions.of_model(shapes, tokens, "float32")}
+        assert set(FORM_NAMES) - timed == {"gated_delta_rule"}
+
+
+def test_an_op_without_sizes_is_named(tmp_path, monkeypatch, capsys):
+    """An op that somebody adds with a size that the self-check lacks."""
+    monkeypatch.setattr(_selfcheck, "CHECKED", dataclasses.replace(_selfcheck.CHECKED, key_size=0))
+    monkeypatch.setattr(_doctor, "_child", lambda ops, times, seconds: in_this_process("gated_delta_rule,embedding"))
+    monkeypatch.setattr(_doctor, "FORM_NAMES", ("gated_delta_rule", "embedding"))
+    monkeypatch.setattr(_doctor, "broken_imports", lambda installed: {})
+    monkeypatch.setattr(_doctor, "findings", lambda installed, broken: [])
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"gated_delta_rule +not checked", out)
+    assert "warning: gated_delta_rule was not checked: ModelShapes(" in out
+
+
+def in_this_process(ops):
+    """Returns the lines of the self-check's own `main`."""
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_selfcheck, "Lines", lambda: SimpleNamespace(write=lambda **line: lines.append(line)))
+        assert _selfcheck.main(["--ops", ops, "--no-times"]) == 0
+    return iter(lines)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +418,9 @@ def test_the_documentation_says_the_same():
         assert re.search(rf"(?<![\d.]){re.escape(name)}(?![\w.]\w)", row), (name, cann)
 
 
-@pytest.mark.full
-def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):
+def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(monkeypatch, capsys):
+    """The packages are looked at by other tests."""
+    monkeypatch.setattr(_doctor, "broken_imports", lambda installed: {})
     code = main(["doctor", "--json", "--no-times"])
     found = json.loads(capsys.readouterr().out)
     assert code == (1 if any(f["level"] == "error" for f in found["findings"]) else 0)

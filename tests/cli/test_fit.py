@@ -142,7 +142,6 @@ def test_all_gradients_are_there_at_the_end():
     assert found.parts["gradients"] == pytest.approx(gradients, rel=0.01)
 
 
-@pytest.mark.full
 def test_every_storage_dies_but_weights_and_state(monkeypatch):
     ledgers = []
     original = Ledger.__init__
@@ -203,7 +202,6 @@ def test_shares_of_several_devices(plain):
     assert zero.parts["optimiser"] == pytest.approx(3 * sharded.parts["optimiser"], rel=0.01)
 
 
-@pytest.mark.full
 def test_ddp_holds_the_gradients_of_its_first_step(plain):
     def more(**changes) -> int:
         setup = replace(SETUP, **changes)

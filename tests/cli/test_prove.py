@@ -29,6 +29,7 @@ def say(**line):
     print(json.dumps(line), flush=True)
 script = json.load(open(os.path.join(here, "script.json")))
 items = script.get(part, {"one": {}})
+items = dict(list(items.items())[:int(sys.argv[2])]) if sys.argv[2:] else items
 say(items=list(items))
 for name, what in items.items():
     if name in done:
@@ -122,6 +123,33 @@ def test_every_part_is_run_and_packed(tmp_path, stub, capsys):
     assert packed["meta"]["device"]["name"] == "Ascend910B4"
     assert {"schema", "meta", "rows", "checks", "choices", "convergence", "tuning", "tuned", "failures", "absent",
             "parts", "environment", "written"} == set(packed)  # fmt: skip
+
+
+def test_a_quick_run_measures_a_little_of_each_part(tmp_path, stub, capsys):
+    stub(checks={"a": {}, "b": {}, "c": {}}, table={"a": {}, "b": {}})
+    code, found = run(tmp_path, capsys, "--quick")
+    assert (code, found["failures"], found["meta"]["command"]) == (0, [], "npu-kernels prove --quick")
+    one = [f"{part} one" for part in ("kernels", "steps", "convergence")]
+    assert log(tmp_path) == ["device device", "checks a", "checks b", *one, "table a"]
+    assert "ranks" not in found["parts"]
+    assert archive(tmp_path)["report.md"].startswith("# npu-kernels prove --quick\n")
+    # The rest is not measured into the same archive.
+    assert main(["prove", "--output", str(tmp_path / "out")]) == 2
+    assert "what is there was measured with --quick" in capsys.readouterr().err
+
+
+def test_a_run_that_measures_nothing_fails(tmp_path, stub, capsys):
+    stub(device={"device": {"does": "time.sleep(60)"}})
+    code = main(["prove", "--minutes", "0.03", "--output", str(tmp_path / "out")])
+    assert code == 1
+    assert "Nothing was measured: --minutes must be more than 0.03 here." in capsys.readouterr().out
+
+
+def test_a_short_run_gives_the_first_part_time_to_start(tmp_path, stub, capsys):
+    """A share of the time in which a process cannot import torch would measure nothing."""
+    stub(checks={"a": {"does": "time.sleep(1.5)"}})
+    code, found = run(tmp_path, capsys, minutes=str((_prove.LEAST_SECONDS + 4) / 60))
+    assert (code, found["parts"]["checks"]["done"]) == (0, 1)
 
 
 # ------------------------------------------------------------------------------------------------ what it must not have
@@ -245,7 +273,6 @@ def test_a_part_that_cannot_start_is_recorded(tmp_path, stub, capsys):
     assert log(tmp_path)[-1] == "table one"
 
 
-@pytest.mark.full
 def test_an_item_that_hangs_is_recorded_and_the_others_go_on(tmp_path, stub, capsys, monkeypatch):
     stub(steps={"a": {"does": "time.sleep(600)"}, "b": {}})
     parts = [_prove.Part(p.name, p.weight, 3.0 if p.name == "steps" else p.silence) for p in _prove.PARTS]
@@ -422,9 +449,9 @@ def test_a_device_that_is_not_found_is_one_name_in_the_report(tmp_path, stub, ca
 
 def test_an_unknown_option_is_refused(capsys):
     with pytest.raises(SystemExit) as error:
-        main(["prove", "--quick"])
+        main(["prove", "--nonsense"])
     assert error.value.code == 2
-    assert "--quick" in capsys.readouterr().err
+    assert "--nonsense" in capsys.readouterr().err
 
 
 def test_what_a_user_has_set_changes_no_result():
@@ -644,7 +671,6 @@ def test_checks_see_a_wrong_backend(monkeypatch):
     assert do("checks", done=["choices"])["rope/torch/float32"]["status"] == "wrong"
 
 
-@pytest.mark.full
 def test_kernels_are_measured_beside_eager(monkeypatch):
     case = cases.OpCase("swiglu", {"N": 16, "I": 24}, "float32")
     monkeypatch.setattr(_prove_worker, "_cases", lambda where: [case])
@@ -695,7 +721,6 @@ def test_what_needs_trl_says_so_where_there_is_none(monkeypatch):
     assert all("pip install" in r["reason"] for r in found.values() if r["status"] == "absent")
 
 
-@pytest.mark.full
 def test_a_training_that_the_kernels_change_is_seen(monkeypatch):
     monkeypatch.setattr(_prove_worker, "CONVERGENCE_STEPS", 3)
     monkeypatch.setattr(_prove_worker, "NOISE_RUNS", 4)

@@ -276,7 +276,6 @@ def test_python_path_is_put_in_front_of_and_kept():
         assert python(code, PYTHONPATH=before).stdout == f"{FOLDER}:{kept}\n"
 
 
-@pytest.mark.full
 def test_options_are_variables():
     options = ["--ops", "rope,swiglu", "--backend", "torch", "--strict", "--no-warm-up", "--report", "full"]
     options += ["--no-balance", "--tiled-mlp", "8192", "--audit", "off"]
@@ -292,7 +291,6 @@ def test_options_are_variables():
     }  # fmt: skip
 
 
-@pytest.mark.full
 def test_print_env_is_for_a_shell(fake):
     """For those who cannot put a word in front of their command."""
     printed = run("--print-env", "--ops", "rope", PYTHONPATH=f"{ROOT}:/with space").stdout
@@ -355,6 +353,11 @@ def test_a_process_that_the_environment_does_not_reach_is_named_as_a_cause(given
     call = given if "args" in given else f"args=[sys.executable, '-c', 'pass'], {given}"
     assert python(f"import subprocess, sys; subprocess.run({call})").stderr == LOST
     assert python("print(1)").stderr == NONE
+
+
+@pytest.mark.parametrize("option", ["--help", "-h", "--version"])
+def test_a_command_that_shows_its_help_is_not_blamed(option):
+    assert run(sys.executable, "-c", "print(1)", option).stderr == ""
 
 
 def test_a_failing_command_without_a_trainer_fails_as_before():

@@ -102,7 +102,6 @@ def test_two_ranks(tmp_path, script, launcher):
     check(tmp_path, command, "--output_dir", plain_run=plain_run if launcher != "torchrun" else None)
 
 
-@pytest.mark.full
 def test_variables_alone(tmp_path, script):
     """For those who cannot put a word in front of their command: the variables, and then the command as it is."""
     single = tmp_path / "single.py"

@@ -153,7 +153,6 @@ def test_models_and_tokens_stay_side_by_side(model, times, two_ops, capsys, tmp_
     }  # fmt: skip
 
 
-@pytest.mark.full
 def test_what_was_tuned_on_a_tiny_model_does_no_harm_to_a_large_one(model, times, capsys):
     times["ours"] = 3.0
     run(model, capsys)
@@ -167,7 +166,6 @@ def test_what_was_tuned_on_a_tiny_model_does_no_harm_to_a_large_one(model, times
     assert "measured" not in str(report)
 
 
-@pytest.mark.full
 def test_the_head_keeps_its_memory(model, times, capsys):
     """What the head is for does not show in a time."""
     times["ours"] = 3.0
@@ -251,7 +249,6 @@ def test_an_error_on_the_way_hides_nothing(model, times, capsys, monkeypatch):
     assert set(tuned.machines()["cpu"].ops) == {"rms_norm"}
 
 
-@pytest.mark.full
 def test_what_cannot_be_stored_is_shown(model, times, capsys, monkeypatch):
     def full(*args):
         raise OSError("no space left on the device")

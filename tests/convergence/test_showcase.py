@@ -42,7 +42,6 @@ def test_the_sizes_are_those_that_people_know(case: Case, millions: int) -> None
     assert find(case.name) is case
 
 
-@pytest.mark.full
 def test_text_is_not_held_out_and_trained_on(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path, "cpu")
     trainer = workshop.trainer(TINY_TEXT, Variant())

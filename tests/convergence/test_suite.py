@@ -112,7 +112,6 @@ def test_a_student_is_trained_by_the_divergence_of_two_heads(tmp_path: Path) -> 
     assert teacher.config.hidden_size != small_model(case.family).config.hidden_size
 
 
-@pytest.mark.full
 def test_a_planted_fault_is_removed_again() -> None:
     for mutation in mutations.MUTATIONS:
         with mutation.planted():
@@ -256,7 +255,6 @@ def test_a_commit_during_the_run_spoils_the_result(monkeypatch: pytest.MonkeyPat
     assert document["commit"] == "abc, changed during the run"
 
 
-@pytest.mark.full
 def test_the_release_gets_what_passed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(output, "current_commit", lambda: "abc")
     monkeypatch.setattr(output, "_is_full", lambda *_: True)
@@ -289,7 +287,6 @@ def test_verify_accepts_the_kernels(tiny: str) -> None:
     assert said == ["reference", "noise 1", "noise 2", "noise 3", "with the kernels"]
 
 
-@pytest.mark.full
 def test_verify_refuses_a_faulty_kernel(tiny: str) -> None:
     fault = next(m for m in mutations.MUTATIONS if m.name == "logit gradient x 1.01")
     with fault.planted():

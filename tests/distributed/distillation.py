@@ -123,7 +123,7 @@ def of_shared_weights() -> None:
     assert site.ran == 1
 
 
-def main(target: str) -> None:
+def main(target: str, *names: str) -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     PartialState(cpu=True)
@@ -138,7 +138,8 @@ def main(target: str) -> None:
     distributed.barrier()
     of_shared_weights()
     found = {}
-    for name, (kind, shared, options) in CASES.items():
+    for name in names or CASES:
+        kind, shared, options = CASES[name]
         plain, _ = trained(folder, kind, shared, options, False)
         ours, report = trained(folder, kind, shared, options, True)
         declined = [f"{d.op}: {d.reason}" for d in report.declined if d.op.startswith("linear")]

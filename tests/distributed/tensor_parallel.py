@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,13 +130,13 @@ def by_hand(folder: Path, name: str, task: str, experts: int, kernels: bool) -> 
     return parameters(model), report, said.calls
 
 
-def models(folder: Path) -> dict[str, Any]:
+def models(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     cases = [
         ("llama", "labels", 1), ("llama-tied", "trl", 1), ("qwen3", "labels", 1), ("qwen3-moe", "labels", 1),
         ("qwen3-moe", "labels", 2), ("gemma2", "logits", 1),
     ]  # fmt: skip
-    for name, task, experts in cases:
+    for name, task, experts in (case for case in cases if not names or " ".join(map(str, case)) in names):
         options = {"router_aux_loss_coef": 1.0, "experts_implementation": "grouped_mm"} if "moe" in name else {}
         path, start = saved(folder, name, **options)
         plain, _, before = by_hand(path, name, task, experts, False)
@@ -228,14 +228,16 @@ def trained(path: Path, task: str, kernels: bool) -> tuple[Any, Any]:
     return found, None if handle is None else dict(handle.report().ran)
 
 
-def main(target: str) -> None:
+def main(target: str, *names: str) -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     PartialState(cpu=True)
     folder = Path(target).parent
     unseen = checked()
-    in_bf16(folder)
-    found = models(folder) | trainers(folder)
+    found = models(folder, names)
+    if not names:
+        in_bf16(folder)
+        found |= trainers(folder)
     if distributed.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
         (folder / "unseen.json").write_text(json.dumps(unseen))

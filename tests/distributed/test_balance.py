@@ -35,6 +35,7 @@ def balance_and_compare(target: Path, *wrappers: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.full
-def test_rows_change_ranks_and_steps_stay(tmp_path):
-    assert len(balance_and_compare(tmp_path / "found.json", "ddp", "fsdp2")) == 9 + 1
+@pytest.mark.full("ddp")
+@pytest.mark.parametrize(("wrapper", "cases"), [("ddp", 9), ("fsdp2", 1)])
+def test_rows_change_ranks_and_steps_stay(tmp_path, wrapper, cases):
+    assert len(balance_and_compare(tmp_path / "found.json", wrapper)) == cases

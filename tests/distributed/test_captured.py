@@ -7,11 +7,12 @@ from tests.distributed.test_distributed import on_two_ranks
 TAKEN = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
 
 
-@pytest.mark.full
-def test_captured_layers_of_ranks(tmp_path):
+@pytest.mark.full("fsdp2")
+@pytest.mark.parametrize(("wrapper", "cases"), [("ddp", 3), ("fsdp2", 8)])
+def test_captured_layers_of_ranks(tmp_path, wrapper, cases):
     """Four steps of two layers, with an evaluation after each: the first of both runs the layers' code."""
-    found = on_two_ranks("captured", tmp_path / "found.json", "ddp", "fsdp2")
-    assert len(found) == 3 + 8
+    found = on_two_ranks("captured", tmp_path / "found.json", wrapper)
+    assert len(found) == cases
     for name, case in found.items():
         assert case["apart"] == 0, name
         for replays, reasons in case["ranks"]:

@@ -5,11 +5,15 @@ import pytest
 from tests.distributed.test_distributed import on_two_ranks
 
 
-@pytest.mark.full
-def test_mlps_over_slices(tmp_path):
-    """All in one start of the ranks. Two layers and two steps, a reentrant checkpoint's layers twice."""
-    found = on_two_ranks("tiled", tmp_path / "found.json", "ddp", "fsdp2", "fsdp2, MLPs", "fsdp2, projections")
-    assert len(found) == 3 + 3 + 2 + 1
+@pytest.mark.full("fsdp2")
+@pytest.mark.parametrize(
+    ("wrappers", "cases"), [(("ddp",), 3), (("fsdp2", "fsdp2, MLPs", "fsdp2, projections"), 3 + 2 + 1)],
+    ids=["ddp", "fsdp2"],
+)  # fmt: skip
+def test_mlps_over_slices(tmp_path, wrappers, cases):
+    """Two layers and two steps, a reentrant checkpoint's layers twice."""
+    found = on_two_ranks("tiled", tmp_path / "found.json", *wrappers)
+    assert len(found) == cases
     for name, case in found.items():
         calls = 8 if name.endswith("True") else 4
         # DDP tells of each parameter's gradient: once a step.

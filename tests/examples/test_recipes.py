@@ -113,7 +113,7 @@ def check(name: str, output: str) -> None:
         assert told in ops
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_a_recipe_runs_tiny")
 def test_the_whole_command_runs(tmp_path):
     """As a user starts it: TRL's command, accelerate's launcher with the recipe's file, two ranks."""
     scripts = Path(sys.executable).parent
@@ -216,7 +216,7 @@ def test_the_command_of_fit_is_that_of_the_recipe(name):
     assert {row["checkpointing"] for row in predicted["rows"]} == {fields["gradient_checkpointing"]}
 
 
-@pytest.mark.full
+@pytest.mark.full("kernels")
 @pytest.mark.parametrize("variant", ["plain", "kernels"])
 def test_a_prediction_is_that_of_today(variant):
     """Of the recipe that takes least time to predict."""

@@ -2,13 +2,10 @@
 
 import socket
 
-import pytest
-
 from tests.cli.test_run_commands import SCRIPT, STEPS
 from tests.cli.training import check
 
 
-@pytest.mark.full
 def test_deepspeed(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -29,20 +29,22 @@ def test_completions_while_trl_has_gathered_the_weights(tmp_path, monkeypatch):
     assert found["zero3, not gathered"]["ranks"] == [[0, {reason: 2}, True, True]] * 2
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_same_parameters_as_without")
 def test_rows_change_ranks_and_steps_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert len(balance_and_compare(tmp_path / "found.json", "zero3")) == 1
 
 
-@pytest.mark.full
-def test_mlps_over_slices(tmp_path, monkeypatch):
+@pytest.mark.full("whole")
+@pytest.mark.parametrize("wrapper", ["zero3", "zero3, MLPs whole"])
+def test_mlps_over_slices(tmp_path, monkeypatch, wrapper):
     """Where DeepSpeed gathers an MLP as one; elsewhere its activation has hooks, and the MLP is its own."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    found = on_two_ranks("tiled", tmp_path / "found.json", "zero3", "zero3, MLPs whole")
+    found = on_two_ranks("tiled", tmp_path / "found.json", wrapper)
+    calls = {
+        "zero3": {"before, None": 0},
+        "zero3, MLPs whole": {"before, None": 4, "after, False": 4, "before, True": 8},
+    }[wrapper]
     assert {name: case["ranks"] for name, case in found.items()} == {
-        "zero3, before, None": [[0, {}, []]] * 2,
-        "zero3, MLPs whole, before, None": [[4, {}, []]] * 2,
-        "zero3, MLPs whole, after, False": [[4, {}, []]] * 2,
-        "zero3, MLPs whole, before, True": [[8, {}, []]] * 2,
+        f"{wrapper}, {case}": [[number, {}, []]] * 2 for case, number in calls.items()
     }
