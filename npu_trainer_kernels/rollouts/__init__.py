@@ -6,6 +6,8 @@
 - `decode`: the captured step; `on_device`: what its code would make on the host.
 - `sampling`: transformers' logits processors as a part of it.
 - `weights`: copies in the dtype that autocast casts to.
+- `model_state`: what decides how the model's code makes a token; `other_code`: what a captured step would leave out.
+- `generators`: random states; `outputs`: caches that are handed in or returned.
 - `logits_trial`: the comparison with the model's own forward.
 - `ranks`: weights that ranks hold parts of, whole for the length of a rollout.
 - `serve`: puts the engine in the place of `generate`'s loop.

@@ -20,6 +20,10 @@ from .test_fuzz import FUZZ
 ATTACK = settings(FUZZ, phases=[Phase.generate])
 
 
+LEFT = ("has hooked", "has gaps", "gradient checkpointing is on")
+"""The reasons for which actions are left to `generate`."""
+
+
 class User:
     """A user of one model: what he has put into it, and what he sees."""
 
@@ -97,7 +101,8 @@ def attack(examples):
         found = seen_by_a_user(model, names)
         for name, ours, plain in zip(names, found, expected, strict=True):
             assert ours == plain, (name, names, str(rollouts))
-        assert not any(" raises " in reason for reason in rollouts.engine.reasons), str(rollouts)
+        # A rollout that goes wrong may be seen to, and is then left to `generate`.
+        assert all(any(map(reason.__contains__, LEFT)) for reason in rollouts.engine.reasons), str(rollouts)
         made.append(rollouts.engine.rollouts)
 
     before = sys.getswitchinterval()
