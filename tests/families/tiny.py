@@ -255,6 +255,9 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "XmodConfig": {"default_language": "en_XX"},
     "ReformerConfig": {"is_decoder": True, "axial_pos_embds": False, "num_buckets": 4},
+    # Codes of images and of sound are tokens, one range behind the other.
+    "WavTokenizerEncoderConfig": {"codebook_dim": 64},
+    "Apertus1p5Config": {"image_token_offset": 160, "audio_token_offset": 160 + 64},
     "Blip2Config": {"image_token_index": VOCABULARY - 1},
     "InstructBlipConfig": {"image_token_index": VOCABULARY - 1},
     "InstructBlipVideoConfig": {"video_token_index": VOCABULARY - 1},
