@@ -76,8 +76,9 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def _makes_text(node: ast.AST) -> bool:
     """Whether strings in an expression are parts of a longer one."""
-    cuts = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    return isinstance(node, ast.JoinedStr) or (cuts and node.func.attr in ("removesuffix", "removeprefix"))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("removesuffix", "removeprefix")
+    return isinstance(node, ast.JoinedStr)
 
 
 def modules(tree: ast.Module) -> Iterator[tuple[int, str, str]]:

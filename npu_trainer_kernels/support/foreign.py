@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-__all__ = ["CACHES", "ROWS", "SEEN", "Row", "at_least", "dtype_argument"]
+__all__ = ["CACHES", "ROWS", "SEEN", "Row", "at_least", "drops_cache_without_gradients", "dtype_argument"]
 
 
 class Row(NamedTuple):
@@ -63,6 +63,12 @@ def at_least(project: str, version: str) -> bool:
 def dtype_argument() -> str:
     """Returns the argument by which transformers makes a model in a dtype."""
     return "dtype" if at_least("transformers", "4.56") else "torch_dtype"
+
+
+def drops_cache_without_gradients() -> bool:
+    """Whether a body of transformers in training makes no cache under gradient checkpointing even where no gradient is
+    recorded, and so nothing is computed twice."""
+    return not at_least("transformers", "5.24")
 
 
 _MODELS = "transformers.models"
