@@ -17,6 +17,6 @@ from .turns import Memory, Owner, Reading
 from .watched import SIMPLE, Watched
 
 __all__ = [
-    "SIMPLE", "Graph", "Memory", "Nothing", "Owner", "Pieces", "Reading", "Reads", "Recorder", "Refused", "Watch", "Watched", "capture",
-    "recorder_for", "recording_now", "seam", "unwatched",
+    "SIMPLE", "Graph", "Memory", "Nothing", "Owner", "Pieces", "Reading", "Reads", "Recorder", "Refused", "Watch",
+    "Watched", "capture", "recorder_for", "recording_now", "seam", "unwatched",
 ]  # fmt: skip
