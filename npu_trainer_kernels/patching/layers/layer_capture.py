@@ -55,17 +55,43 @@ _MOST_BUCKETS = 512
 call. Beyond these numbers the capture discards the least recently used bucket."""
 
 
+class _OnThisThread(dict[str, Any]):
+    """The parameters of a module; on the thread that makes it, others are in their places. Other threads may list
+    parameters meanwhile, or run the module."""
+
+    def __init__(self, own: dict[str, Any], others: dict[int, nn.Parameter]) -> None:
+        super().__init__(own)
+        self._others = {name: None if p is None else others[id(p)] for name, p in own.items()}
+        self._thread = threading.get_ident()
+
+    def _seen(self) -> dict[str, Any]:
+        return self._others if threading.get_ident() == self._thread else dict(super().items())
+
+    def __getitem__(self, name: str) -> Any:
+        return self._seen()[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._seen().get(name, default)
+
+    def items(self) -> Any:
+        return self._seen().items()
+
+    def values(self) -> Any:
+        return self._seen().values()
+
+
 @contextlib.contextmanager
 def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Inside the `with` block a layer has other parameters: `others` has one for the id of each of the layer's own."""
-    own = [(m._parameters, name, p) for m in layer.modules() for name, p in m._parameters.items() if p is not None]
+    """Inside the `with` block a layer has other parameters on this thread: `others` has one for the id of each of the
+    layer's own."""
+    own = [(module.__dict__, module._parameters) for module in layer.modules()]
     try:
-        for where, name, p in own:
-            where[name] = others[id(p)]
+        for where, parameters in own:
+            where["_parameters"] = _OnThisThread(parameters, others)
         yield
     finally:
-        for where, name, p in own:
-            where[name] = p
+        for where, parameters in own:
+            where["_parameters"] = parameters
 
 
 def _is_saved_elsewhere() -> bool:
@@ -326,8 +352,7 @@ class LayerCapture:
                 # The layer's code (a hook) may keep its input beyond the next replay of the layer before it.
                 own = cast("torch.Tensor", hidden).clone()
                 args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
-            with contextlib.nullcontext() if owned else self._owner.lock:
-                return original(layer, *args, **kwargs)
+            return original(layer, *args, **kwargs)
         self.replayed += 1
         if first is not None:
             first.replayed, first.collects = True, names
@@ -418,8 +443,7 @@ class LayerCapture:
             if later is not None:
                 found.reason = later
                 return later
-            with self._owner.lock:
-                self._capture(layer, original, flat, mode, spot, found, collects)
+            self._capture(layer, original, flat, mode, spot, found, collects)
             if found.pieces is None:
                 return found.reason
             found.index, spot.captured, spot.last = spot.captured, spot.captured + 1, found.place
