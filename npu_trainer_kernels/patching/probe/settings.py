@@ -239,7 +239,7 @@ _PURE = frozenset((
 ))  # fmt: skip
 _SWITCHES = frozenset((
     "backends", "are_deterministic_algorithms_enabled", "get_default_dtype", "get_float32_matmul_precision",
-    "get_num_threads", "get_default_device", "is_autocast_enabled", "get_autocast_dtype",
+    "get_num_threads", "get_default_device",
 ))  # fmt: skip
 
 
