@@ -22,7 +22,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 __all__ = ["Reads", "is_foreign"]
@@ -30,10 +29,12 @@ __all__ = ["Reads", "is_foreign"]
 _FOREIGN = frozenset(("torch", "torch_npu", "numpy", "triton", "npu_trainer_kernels"))
 
 
-def is_foreign(name: str | None) -> bool:
+def is_foreign(name: Any) -> bool:
     """Whether code of a Python module (by its name) is assumed not to change."""
-    first = (name or "").partition(".")[0]
-    return first in _FOREIGN or first in sys.stdlib_module_names or str(name).startswith("transformers.utils")
+    if not isinstance(name, str):  # of a function that Cython has made, say
+        return name is not None
+    first = name.partition(".")[0]
+    return first in _FOREIGN or first in sys.stdlib_module_names or name.startswith("transformers.utils")
 
 
 def _is_of_python(frame: types.FrameType) -> bool:
@@ -56,12 +57,6 @@ _IN_PLACE = frozenset((
     "reverse", "rotate", "update", "setdefault", "add", "discard", "move_to_end", "difference_update",
     "intersection_update", "symmetric_difference_update", "__setitem__", "__delitem__",
 ))  # fmt: skip
-
-
-def _generators() -> tuple[Any, ...]:
-    """Returns the states of the process's generators of random numbers on the host."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, keys.tobytes(), *rest, torch.get_rng_state().numpy().tobytes()
 
 
 class Reads:
@@ -88,21 +83,17 @@ class Reads:
         self.reason: str | None = None
         self._foreign: dict[int, types.CodeType] = {}
         self._paused = paused
-        self._before: tuple[Any, ...] = ()
 
     def __enter__(self) -> Reads:
         if sys.getprofile() is not None:
             self.reason = "a profiler watches this thread, so its Python code cannot be seen"
         else:
-            self._before = _generators()
             sys.setprofile(self._see)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._before:
+        if sys.getprofile() == self._see:
             sys.setprofile(None)
-            if _generators() != self._before:
-                self._refuse("its code draws random numbers on the host, or seeds a generator")
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -150,9 +141,9 @@ class Reads:
                 self._foreign[at] = frame.f_code
             else:
                 self._adds(frame.f_code, frame.f_globals)
-            if frame.f_code.co_name == "__getitem__" and frame.f_globals.get("__name__") == "os":
-                if not self._paused() and self._is_asked_for(frame.f_back):
-                    self.environment.add(frame.f_locals["key"])
+            of_environment = frame.f_code.co_name == "__getitem__" and frame.f_globals.get("__name__") == "os"
+            if of_environment and not self._paused() and self._is_asked_for(frame.f_back):
+                self.environment.add(frame.f_locals["key"])
         elif event == "c_call" and not self._paused():
             owner = getattr(called, "__self__", None)
             if isinstance(owner, torch.Generator):

@@ -49,15 +49,10 @@ class Reading:
 
 
 class Owner:
-    """The thread whose calls may be replayed: the first one that asks, as long as it lives.
-
-    Attributes:
-        lock: held while graphs are captured, and by other threads while they run code that is captured meanwhile (a
-            capture exchanges parameters of modules).
-    """
+    """The thread whose calls may be replayed: the first one that asks, as long as it lives."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._number: int | None = None
 
@@ -66,7 +61,7 @@ class Owner:
         number = threading.get_ident()
         if number == self._number:
             return True
-        with self.lock:
+        with self._lock:
             if self._thread is not None and self._thread.is_alive():
                 return False
             self._thread, self._number = threading.current_thread(), number

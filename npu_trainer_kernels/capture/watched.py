@@ -16,7 +16,6 @@ import enum
 import fractions
 import functools
 import gc
-import itertools
 import logging
 import operator
 import os
@@ -58,8 +57,8 @@ _CACHED: Any = type(functools.cache(len))
 _ABSENT: Any = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_READ = frozenset((*vars(nn.Module()), "_is_hf_initialized")) - {"training"}
-"""Attributes of every module: hooks are compared by `_HOOKS`, children by `_modules`, and tensors with their addresses by
-others."""
+"""Attributes of every module: hooks are compared by `_HOOKS`, children by `_modules`, and tensors by others, with their
+addresses."""
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -121,6 +120,7 @@ class Watched:
         reads: the code that ran; None: only the modules are compared.
         ignored: returns the names of a module's attributes that do not count.
         settings: `torch_settings()` at the capture; None: as they are now.
+        apart: objects whose content is not followed, since others compare it.
 
     Attributes:
         reason: why the code may decide otherwise without a change that `holds` sees, or None.
@@ -131,8 +131,9 @@ class Watched:
     def __init__(
         self, modules: Iterable[nn.Module], reads: Reads | None = None,
         ignored: Callable[[nn.Module], Iterable[str]] = lambda _: (), settings: tuple[Any, ...] | None = None,
+        apart: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        self._modules, self._reads, self._ignored = list(modules), reads, ignored
+        self._modules, self._reads, self._ignored, self._apart = list(modules), reads, ignored, apart
         self._settings = torch_settings() if settings is None else settings
         self.differs = ""
         ran = -1
@@ -158,7 +159,7 @@ class Watched:
         self._lengths: list[int] = []
         self._spaces: list[tuple[str, frozenset[str] | None]] = []  # the names that a `__dict__` did not have
         self._contents: list[tuple[str, Callable[[], Any], Any]] = []
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {id(each): each for each in self._apart}
         self._classes: set[int] = set()
         self._found: set[int] = set()  # code of functions that objects lead to
         self._open: list[tuple[Any, str, bool]] = []
@@ -172,6 +173,10 @@ class Watched:
         self._size(space, None, "the parameters or buffers of a module")
         for name in space:
             self._items.add(space, name, name)
+
+    def compares(self, path: str, content: Callable[[], Any]) -> None:
+        """Compares what a function returns, too."""
+        self._contents.append((path, content, content()))
 
     # -- comparison --------------------------------------------------------------------------------------------------
 
@@ -243,22 +248,22 @@ class Watched:
             return
         for code, space in list(reads.codes.values()):
             for name in code.co_names:
-                module = sys.modules.get(name)
+                imported = sys.modules.get(name)
                 if name in space:
                     self._look(self._items, space, name, name)
-                elif isinstance(module, types.ModuleType) and not hasattr(space.get("__builtins__"), name):
-                    self._open.append((module, name, True))  # imported within a function
+                elif isinstance(imported, types.ModuleType):
+                    self._open.append((imported, name, True))  # within a function
         for variable in reads.variables:
             get = functools.partial(variable.get, _ABSENT)
-            self._content(f"the context variable {variable.name}", get)
+            self.compares(f"the context variable {variable.name}", get)
             self._open.append((get(), variable.name, True))
         for flag in reads.flags:
             try:
-                self._content(f"torch's {flag.__name__}()", flag)
+                self.compares(f"torch's {flag.__name__}()", flag)
             except TypeError:  # it takes an argument, such as the tensor that it is asked about
                 continue
         for name in reads.environment:
-            self._content(f"the environment variable {name}", functools.partial(os.environ.get, name))
+            self.compares(f"the environment variable {name}", functools.partial(os.environ.get, name))
         while self._open:
             self._follow(*self._open.pop())
         self._follow_unknown(reads)
@@ -298,7 +303,9 @@ class Watched:
 
     def _is_read(self, name: str, value: Any) -> bool:
         """Whether code may read a value by its name. A computed name may be any, but few are those of locks."""
-        return name in self._names or (self._any and hasattr(value, "__dict__") and not is_foreign(type(value).__module__))
+        if name in self._names:
+            return True
+        return self._any and hasattr(value, "__dict__") and not is_foreign(type(value).__module__)
 
     def _look(
         self, looked: _Looked, owner: Any, key: Any, path: str, said: bool = True, followed: bool = False
@@ -316,9 +323,6 @@ class Watched:
         self._lengths.append(len(owner))
         self._spaces.append((path, absent))
 
-    def _content(self, path: str, content: Callable[[], Any]) -> None:
-        self._contents.append((path, content, content()))
-
     def _decline(self, path: str, value: Any) -> None:
         self.reason = self.reason or f"its code reads {path}, a {type(value).__name__}, which cannot be compared"
 
@@ -331,7 +335,7 @@ class Watched:
             self.tensors[path] = value
         elif isinstance(value, dict) and "__builtins__" in value:  # the globals of a Python module
             self._namespace(value, path, grows=True)
-        elif isinstance(value, _MAPPINGS) or isinstance(value, _SEQUENCES) or isinstance(value, set | frozenset):
+        elif isinstance(value, (*_MAPPINGS, *_SEQUENCES, set, frozenset)):
             self._container(value, path, said)
         elif isinstance(value, types.ModuleType):
             self._namespace(vars(value), path, grows=True)
@@ -344,10 +348,10 @@ class Watched:
             if said:
                 self._module(value, path)
         elif isinstance(value, weakref.ReferenceType):
-            self._content(path, value)
+            self.compares(path, value)
             self._open.append((value(), path, said))
         elif isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY and value.dtype != object:
-            self._content(path, value.tobytes)
+            self.compares(path, value.tobytes)
         elif said:
             self._object(value, path)
 
@@ -357,7 +361,7 @@ class Watched:
                 self._decline(path, value)
             return
         if isinstance(value, set | frozenset):
-            self._content(path, functools.partial(frozenset, value))
+            self.compares(path, functools.partial(frozenset, value))
             self._open += [(each, path, said) for each in value]
             return
         if isinstance(value, tuple):
@@ -418,8 +422,8 @@ class Watched:
         if hasattr(kind, "__next__"):
             self._decline(path, value)
         elif is_foreign(kind.__module__) and not isinstance(value, _NAMESPACES):
-            # PyTorch's own objects are assumed not to change; the numbers of a queue, a lock or a file are not.
-            if kind.__module__.partition(".")[0] in sys.stdlib_module_names | {"numpy"}:
+            # PyTorch's own objects are assumed not to change; a queue, a lock, a file or a generator of numbers is not.
+            if str(kind.__module__).partition(".")[0] in sys.stdlib_module_names | {"numpy"}:
                 self._decline(path, value)
         else:
             self._instance(value, path)
@@ -480,8 +484,8 @@ class Watched:
             if not self._ran(value):
                 return
             self._found.add(id(value.__code__))
-            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            cells = [(name, cell) for name, cell in cells if cell != _EMPTY and name != "__class__"]
+            variables = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            cells = [(name, cell) for name, cell in variables if cell != _EMPTY and name != "__class__"]
             if is_foreign(value.__globals__.get("__name__")):  # a decorator's, around what runs
                 inside = (cell.cell_contents for _, cell in cells)
                 self._open += [(each, path, False) for each in inside if isinstance(each, _WRAPPED)]

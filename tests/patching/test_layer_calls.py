@@ -110,10 +110,7 @@ def test_a_forward_after_a_part_of_a_backward(name: str) -> None:
 
     twins = llama_twins()
     twins.steps(PADDED, step)
-    expected = {"another forward awaits its backward"}
-    if name == "self_attn.q_proj":
-        expected.add("it gets other arguments than the layers before it")
-    assert twins.reasons == expected
+    assert twins.reasons == {"another forward awaits its backward"}
 
 
 @pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
@@ -221,6 +218,7 @@ def test_second_derivatives_of_a_layer_alone_raise() -> None:
     twins = Twins(small_model("llama"), ops=["rms_norm"])
     body = twins.model.model
     for _ in range(3):
+        out = grad = None  # as long as a graph is kept, its layers run their own code
         hidden = torch.randn(2, 12, 48, requires_grad=True)
         places = body.rotary_emb(hidden, torch.arange(12)[None])
         out = body.layers[0](hidden, position_embeddings=places, attention_mask=None, position_ids=None)

@@ -153,18 +153,22 @@ MEMBERS: dict[str, Member] = {
     "get of a dict": Member(lambda _: STATE.get("got", 1.0), _of_state("got")),
     "items of a dict": Member(lambda _: sum(v for k, v in STATE.items() if k == "item"), _of_state("item")),
     "nested dict": Member(lambda _: STATE["nested"]["a"][0], lambda _, v: _of_state("nested")(_, {"a": [v]})),
-    "global set in": Member(lambda _: 3.0 if 3 in STATE["set"] else 1.0,
-                            lambda _, v: STATE.setdefault("set", set()).update({3} if v > 1 else ())),  # fmt: skip
+    "global set in": Member(
+        lambda _: 3.0 if 3 in STATE["set"] else 1.0,
+        lambda _, v: STATE.setdefault("set", set()).update({3} if v > 1 else ()),
+    ),  # fmt: skip
     "class attribute": Member(lambda _: Schedule.value, lambda _, v: setattr(Schedule, "value", v)),
     "inherited attribute": Member(lambda s: s.held.value, lambda _, v: setattr(Schedule, "value", v), Inherits),
     "shadowed attribute": Member(lambda s: s.held.value, lambda s, v: setattr(s.held, "value", v), Inherits),
-    "shadowed in a subclass": Member(lambda s: s.held.value,
-                                     lambda s, v: setattr(Inherits, "value", v), Inherits),  # fmt: skip
+    "shadowed in a subclass": Member(
+        lambda s: s.held.value, lambda s, v: setattr(Inherits, "value", v), Inherits
+    ),  # fmt: skip
     "type of self": Member(lambda s: type(s.held).value, lambda _, v: setattr(Schedule, "value", v), Schedule),
     "attribute of a module": Member(lambda s: s.scale, lambda s, v: setattr(s, "scale", v)),
     "attribute of an object": Member(lambda s: s.held.own, lambda s, v: setattr(s.held, "own", v), Schedule),
-    "computed name": Member(lambda s: getattr(s.held, "".join(("ow", "n"))),
-                            lambda s, v: setattr(s.held, "own", v), Schedule),  # fmt: skip
+    "computed name": Member(
+        lambda s: getattr(s.held, "".join(("ow", "n"))), lambda s, v: setattr(s.held, "own", v), Schedule
+    ),  # fmt: skip
     "vars": Member(lambda s: vars(s.held)["own"], lambda s, v: setattr(s.held, "own", v), Schedule),
     "property": Member(lambda s: s.held.derived, lambda s, v: setattr(s.held, "own", v), Schedule),
     "method": Member(lambda s: s.held.method(), lambda s, v: setattr(s.held, "own", v), Schedule),
@@ -173,42 +177,65 @@ MEMBERS: dict[str, Member] = {
     "__getattr__": Member(lambda s: s.held.computed, _of_state("computed"), Schedule),
     "slots": Member(lambda s: s.held.value, lambda s, v: setattr(s.held, "value", v), Slots),
     "metaclass": Member(lambda _: OfMeta.value, _of_state("meta")),
-    "dataclass": Member(lambda s: s.held.inner.value, lambda s, v: setattr(s.held.inner, "value", v),
-                        lambda: Options(inner=Options())),  # fmt: skip
+    "dataclass": Member(
+        lambda s: s.held.inner.value, lambda s, v: setattr(s.held.inner, "value", v), lambda: Options(inner=Options())
+    ),  # fmt: skip
     "namespace": Member(lambda s: s.held.value, lambda s, v: setattr(s.held, "value", v), types.SimpleNamespace),
     "list": Member(lambda s: s.held[0], lambda s, v: s.held.__setitem__(0, v), lambda: [1.0]),
     "length of a list": Member(lambda s: len(s.held), lambda s, v: s.held.extend([0] * int(v)), list),
     "deque": Member(lambda s: s.held[-1], lambda s, v: s.held.append(v), lambda: collections.deque([1.0], maxlen=1)),
     "user dict": Member(lambda s: s.held["a"], lambda s, v: s.held.update(a=v), collections.UserDict),
-    "tuple of objects": Member(lambda s: s.held[0].own, lambda s, v: setattr(s.held[0], "own", v),
-                               lambda: (Schedule(),)),  # fmt: skip
+    "tuple of objects": Member(
+        lambda s: s.held[0].own, lambda s, v: setattr(s.held[0], "own", v), lambda: (Schedule(),)
+    ),  # fmt: skip
     "array": Member(lambda s: float(s.held[0]), lambda s, v: s.held.__setitem__(0, v), lambda: np.ones(2)),
     "module of Python": Member(lambda _: MODULE.value, lambda _, v: setattr(MODULE, "value", v)),  # type: ignore[attr-defined]
     "closure": Member(CLOSURE, lambda _, v: PUT(v)),
     "default": Member(with_default, lambda _, v: with_default.__defaults__[1].__setitem__(0, v)),
     "default of a word": Member(with_default, lambda _, v: with_default.__kwdefaults__.update(word=v)),
     "defaults exchanged": Member(with_default, lambda _, v: setattr(with_default, "__defaults__", (None, [v]))),
-    "code exchanged": Member(lambda s: s.held(s), lambda s, v: v > 1 and setattr(s.held, "__code__", other.__code__),
-                             lambda: types.FunctionType((lambda _: 1.0).__code__, {})),  # fmt: skip
-    "attribute of a function": Member(lambda s: s.held.scale, lambda s, v: setattr(s.held, "scale", v),
-                                      lambda: types.FunctionType((lambda _: 1.0).__code__, {})),  # fmt: skip
+    "code exchanged": Member(
+        lambda s: s.held(s),
+        lambda s, v: v > 1 and setattr(s.held, "__code__", other.__code__),
+        lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
+    ),  # fmt: skip
+    "attribute of a function": Member(
+        lambda s: s.held.scale,
+        lambda s, v: setattr(s.held, "scale", v),
+        lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
+    ),  # fmt: skip
     "decorator": Member(decorated(lambda _: 1.0), _of_state("decorated")),
-    "partial": Member(lambda s: s.held(), lambda s, v: s.held.args[0].__setitem__(0, v),
-                      lambda: functools.partial(lambda values: values[0], [1.0])),  # fmt: skip
-    "weak reference": Member(lambda s: s.held[0]().own, lambda s, v: setattr(s.held[1], "own", v),
-                             lambda: (lambda one: (weakref.ref(one), one))(Schedule())),  # fmt: skip
+    "partial": Member(
+        lambda s: s.held(),
+        lambda s, v: s.held.args[0].__setitem__(0, v),
+        lambda: functools.partial(lambda values: values[0], [1.0]),
+    ),  # fmt: skip
+    "weak reference": Member(
+        lambda s: s.held[0]().own,
+        lambda s, v: setattr(s.held[1], "own", v),
+        lambda: (lambda one: (weakref.ref(one), one))(Schedule()),
+    ),  # fmt: skip
     "cache that was cleared": Member(lambda _: cached(), lambda _, v: (set_number(v), cached.cache_clear())),
     "context variable": Member(lambda _: VARIABLE.get(), lambda _, v: VARIABLE.set(v)),
-    "environment": Member(lambda _: float(os.environ["FACTOR"]),
-                          lambda _, v: os.environ.__setitem__("FACTOR", str(v))),  # fmt: skip
-    "environment that is absent": Member(lambda _: float(os.environ.get("NO_FACTOR", 1.0)),
-                                         lambda _, v: v > 1 and os.environ.__setitem__("NO_FACTOR", str(v))),  # fmt: skip
-    "torch's dtype": Member(lambda _: 3.0 if torch.get_default_dtype() == torch.float64 else 1.0,
-                            lambda _, v: torch.set_default_dtype(torch.float64 if v > 1 else torch.float32)),  # fmt: skip
-    "torch's flag": Member(lambda _: 3.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
-                           lambda _, v: torch.use_deterministic_algorithms(v > 1)),  # fmt: skip
-    "torch's backend": Member(lambda _: 3.0 if torch.backends.mkldnn.deterministic else 1.0,
-                              lambda _, v: setattr(torch.backends.mkldnn, "deterministic", v > 1)),  # fmt: skip
+    "environment": Member(
+        lambda _: float(os.environ["FACTOR"]), lambda _, v: os.environ.__setitem__("FACTOR", str(v))
+    ),  # fmt: skip
+    "environment that is absent": Member(
+        lambda _: float(os.environ.get("NO_FACTOR", 1.0)),
+        lambda _, v: v > 1 and os.environ.__setitem__("NO_FACTOR", str(v)),
+    ),  # fmt: skip
+    "torch's dtype": Member(
+        lambda _: 3.0 if torch.get_default_dtype() == torch.float64 else 1.0,
+        lambda _, v: torch.set_default_dtype(torch.float64 if v > 1 else torch.float32),
+    ),  # fmt: skip
+    "torch's flag": Member(
+        lambda _: 3.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+        lambda _, v: torch.use_deterministic_algorithms(v > 1),
+    ),  # fmt: skip
+    "torch's backend": Member(
+        lambda _: 3.0 if torch.backends.mkldnn.deterministic else 1.0,
+        lambda _, v: setattr(torch.backends.mkldnn, "deterministic", v > 1),
+    ),  # fmt: skip
 }
 
 
@@ -329,17 +356,19 @@ def imports_random(_: Any) -> float:
 
 DECLINED: dict[str, tuple[Factor, str]] = {
     "random": (lambda _: random.random(), "calls random.random"),
-    "uniform": (lambda _: random.uniform(0, 1), "draws random numbers on the host"),
+    "uniform": (lambda _: random.uniform(0, 1), "draws random numbers on the host|a Random, which"),
     "imported random": (imports_random, "calls random.random"),
     "a generator of random": (lambda _: RANDOM.random(), "calls random.random"),
-    "NumPy": (lambda _: float(np.random.rand()), "draws random numbers on the host"),
+    "NumPy": (lambda _: float(np.random.rand()), "a RandomState, which cannot be compared"),
     "a generator of NumPy": (lambda _: float(NUMPY.random()), "cannot be compared"),
     "a seed": (lambda _: torch.manual_seed(5) and 1.0, "calls manual_seed of a generator"),
     "time": (lambda _: time.perf_counter(), "calls time.perf_counter"),
     "monotonic": (lambda _: time.monotonic(), "calls time.monotonic"),
     "count": (lambda _: float(next(COUNTER)), "calls builtins.next"),
-    "loop over an iterator": (lambda _: float([each for each, _ in zip(COUNTER, [1], strict=False)][0]),
-                              "a count, which cannot be compared"),  # fmt: skip
+    "loop over an iterator": (
+        lambda _: float([each for each, _ in zip(COUNTER, [1], strict=False)][0]),
+        "a count, which cannot be compared",
+    ),  # fmt: skip
     "attribute": (counts, "a call of it changes"),
     "global": (counts_in_a_global, "sets NUMBER"),
     "nonlocal": (counts_in_a_closure(), "sets count"),

@@ -408,7 +408,18 @@ def _ending(attention: Callable[..., Any]) -> Callable[..., Any]:
             return attention(module, query, key, value, attention_mask, **kwargs)
         return _between_pieces(attention, module, (query, key, value), attention_mask, kwargs)
 
+    setattr(attend, _ENDS, attention)
     return attend
+
+
+_ENDS = "_npu_kernels_attention"
+
+
+def attention_of(name: str) -> Any:
+    """Returns the function of an attention's name, also while it ends pieces."""
+    own = ALL_ATTENTION_FUNCTIONS
+    function = own._local_mapping.get(name) or own._global_mapping.get(name)
+    return getattr(function, _ENDS, function)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -157,6 +157,7 @@ class Bucket:
         """Discards all graphs."""
         self.layers, self.inputs, self.results, self.last, self.captured = {}, [], {}, -1, 0
         self.released = self.disordered = False
+        self.called.clear()
         self.restarts += 1
 
     def restarts_in_order(self) -> bool:
@@ -186,11 +187,17 @@ class Mode:
     buckets: OrderedDict[tuple[Any, ...], Bucket] = field(default_factory=OrderedDict)
     open: Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
+    returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """The results of the last turn that are where graphs write: another turn must find them gone."""
 
     def awaits(self) -> Turn | None:
         """Returns the turn whose backward is to come, or None. A turn is gone with the graph of autograd."""
         turn = self.turn()
         return turn if turn is not None and turn.pending else None
+
+    def is_kept(self) -> bool:
+        """Whether other code keeps a result of the last turn."""
+        return any(each() is not None for each in self.returned)
 
     def comes_often(self, spot: Bucket, calls: int) -> bool:
         """Whether a bucket has come so often that it is expected to come often enough.

@@ -55,17 +55,43 @@ _MOST_BUCKETS = 512
 call. Beyond these numbers the capture discards the least recently used bucket."""
 
 
+class _OnThisThread(dict[str, Any]):
+    """The parameters of a module; on the thread that makes it, others are in their places. Other threads may list
+    parameters meanwhile, or run the module."""
+
+    def __init__(self, own: dict[str, Any], others: dict[int, nn.Parameter]) -> None:
+        super().__init__(own)
+        self._others = {name: None if p is None else others[id(p)] for name, p in own.items()}
+        self._thread = threading.get_ident()
+
+    def _seen(self) -> dict[str, Any]:
+        return self._others if threading.get_ident() == self._thread else dict(super().items())
+
+    def __getitem__(self, name: str) -> Any:
+        return self._seen()[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._seen().get(name, default)
+
+    def items(self) -> Any:
+        return self._seen().items()
+
+    def values(self) -> Any:
+        return self._seen().values()
+
+
 @contextlib.contextmanager
 def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Inside the `with` block a layer has other parameters: `others` has one for the id of each of the layer's own."""
-    own = [(m._parameters, name, p) for m in layer.modules() for name, p in m._parameters.items() if p is not None]
+    """Inside the `with` block a layer has other parameters on this thread: `others` has one for the id of each of the
+    layer's own."""
+    own = [(module.__dict__, module._parameters) for module in layer.modules()]
     try:
-        for where, name, p in own:
-            where[name] = others[id(p)]
+        for where, parameters in own:
+            where["_parameters"] = _OnThisThread(parameters, others)
         yield
     finally:
-        for where, name, p in own:
-            where[name] = p
+        for where, parameters in own:
+            where["_parameters"] = parameters
 
 
 def _is_saved_elsewhere() -> bool:
@@ -102,6 +128,7 @@ class _Repeated:
 _repeated: contextvars.ContextVar[_Repeated | None] = contextvars.ContextVar("npu_kernels_repeated", default=None)
 """The checkpoint's call that is made, or repeated, on this thread."""
 
+_SAVED_ELSEWHERE = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
 _ELSEWHERE = "another thread called its layers first, and graphs are replayed on one thread"
 
 _BY = "_npu_kernels_captures_by"
@@ -158,6 +185,8 @@ class LayerCapture:
         self._lists: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owner = Owner()
+        self._within_forward = False  # captures begin with a forward
+        self._followers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._slots: dict[Any, WeightSlots] = {}
         self._asked_at = 0, 0
 
@@ -243,10 +272,12 @@ class LayerCapture:
     def _read_lists(self) -> None:
         """Notes which layers follow each other."""
         self._next.clear()
+        self._followers.clear()
         for listed in self._listed:
             self._lists.update((layer, id(listed)) for layer in listed if layer is not None)
             pairs = itertools.pairwise(listed)
             self._next.update({a: weakref.ref(b) for a, b in pairs if a is not None and b is not None})
+            self._followers.update(layer for layer in listed[1:] if layer is not None)
 
     def _forget(self) -> None:
         """Discards all captured layers; the counts stay."""
@@ -290,6 +321,7 @@ class LayerCapture:
             if not self.on:
                 if self.waits is not None and args and torch.is_grad_enabled() and self.waits.seen(id(layer), args[0]):
                     self.on, self.waited, self.waits = self.waits.for_host, self.waits.share, None
+                    self._within_forward = True
                 self._runs_own(layer)
                 return original(layer, *args, **kwargs)
             return self.call(layer, original, args, kwargs)
@@ -326,8 +358,7 @@ class LayerCapture:
                 # The layer's code (a hook) may keep its input beyond the next replay of the layer before it.
                 own = cast("torch.Tensor", hidden).clone()
                 args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
-            with contextlib.nullcontext() if owned else self._owner.lock:
-                return original(layer, *args, **kwargs)
+            return original(layer, *args, **kwargs)
         self.replayed += 1
         if first is not None:
             first.replayed, first.collects = True, names
@@ -352,6 +383,10 @@ class LayerCapture:
         """
         if generates() or is_transformed() or self._busy():
             return ""
+        if self._within_forward:
+            if layer in self._followers:
+                return ""
+            self._within_forward = False
         if layer not in self._layers:
             return "it is a copy of a layer that the kernels were applied to"
         if any(GLOBAL_HOOKS):
@@ -418,8 +453,7 @@ class LayerCapture:
             if later is not None:
                 found.reason = later
                 return later
-            with self._owner.lock:
-                self._capture(layer, original, flat, mode, spot, found, collects)
+            self._capture(layer, original, flat, mode, spot, found, collects)
             if found.pieces is None:
                 return found.reason
             found.index, spot.captured, spot.last = spot.captured, spot.captured + 1, found.place
@@ -451,6 +485,8 @@ class LayerCapture:
     def _replay(self, layer: Any, flat: CallArguments, mode: Mode, spot: Bucket, found: Captured) -> Any:
         turn: Turn | None = None
         if mode.keeps:
+            if _is_saved_elsewhere():
+                return _SAVED_ELSEWHERE
             turn = mode.awaits()
             if turn is not None and (turn.spot is not spot or id(layer) in turn.pending):
                 return "another forward awaits its backward"
@@ -463,8 +499,10 @@ class LayerCapture:
             spot.disordered = True
             return "it gets other arguments than the layers before it"
         if mode.keeps and turn is None:
+            if mode.is_kept():
+                return "other code keeps a result of a layer beyond the forward"
             turn = Turn(spot)
-            mode.turn = weakref.ref(turn)
+            mode.turn, mode.returned = weakref.ref(turn), []
         pieces, mask, number = found.pieces, flat.mask, _number_now() if turn is None else turn.number
         assert pieces is not None
 
@@ -485,6 +523,7 @@ class LayerCapture:
             own = len(results) - len(found.collected)
             # The outputs that hooks collect are read after other layers have run.
             copies = own if mode.keeps and not self._is_seen_after(layer) else 0
+            mode.returned += map(weakref.ref, results[:copies])
             results = (*results[:copies], *(t.clone() for t in results[copies:]))
             lists = collected_outputs()
             if lists is not None:
@@ -541,7 +580,7 @@ class LayerCapture:
         found.state = LayerState(layer, moves)
         reason = self._why_not(layer) or mode.recorder.no_room()
         if reason is None and mode.keeps and _is_saved_elsewhere():
-            reason = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
+            reason = _SAVED_ELSEWHERE
         if reason is not None:
             found.reason = reason
             return

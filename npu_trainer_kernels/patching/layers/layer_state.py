@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...capture import Reads, Watched
+from ..body import attention_of
 from ..classes import is_patched_class
 from ..probe import functions_of
 
@@ -55,27 +57,32 @@ class LayerState:
         def ignored(module: nn.Module) -> tuple[str, ...]:
             return _ELSEWHERE if tables or not isinstance(module, nn.Embedding) else (*_ELSEWHERE, *_HOOKS_BY_NAME)
 
-        self.values = Watched(layer.modules(), reads, ignored, settings)
-        spaces = [(space, moving) for module in layer.modules()
-                  for space, moving in ((module._parameters, moves), (module._buffers, False))]  # fmt: skip
-        for space, _ in spaces:
-            self.values.has_entries(space)
-        self._tensors = {id(t): t for space, _ in spaces for t in space.values() if t is not None}.values()
-        stay = {id(t): t for space, moving in spaces if not moving for t in space.values() if t is not None}.values()
-        self._known = self._now(stay)
-        self._stay = stay
+        # While another thread captures, the table of attentions has others in their places.
+        self.values = Watched(layer.modules(), reads, ignored, settings, apart=(ALL_ATTENTION_FUNCTIONS,))
+        configs = (vars(module).get("config") for module in layer.modules())
+        for name in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
+            if name is None:
+                continue
+            self.values.compares("the function of its attention", functools.partial(attention_of, name))
+        for module in layer.modules():
+            self.values.has_entries(module._parameters)
+            self.values.has_entries(module._buffers)
+        self._tensors: list[torch.Tensor] = [*layer.parameters(), *layer.buffers()]
+        self._stay = list(layer.buffers()) if moves else self._tensors
+        self._known = self._now()
 
-    def _now(self, stay: Iterable[torch.Tensor]) -> tuple[list[int], list[bool]]:
-        return list(map(torch.Tensor.data_ptr, stay)), list(map(_IS_TRAINED, self._tensors))
+    def _now(self) -> tuple[list[int], list[bool]]:
+        return list(map(torch.Tensor.data_ptr, self._stay)), list(map(_IS_TRAINED, self._tensors))
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        return self.values.holds() and self._now(self._stay) == self._known
+        return self.values.holds() and self._now() == self._known
 
     def signature(self) -> int:
         """Returns a number. Two states of a layer have the same number if nothing has changed between them. The number
         keeps no object of the layer alive."""
-        return hash((self.values.signature(), *map(tuple, self._known)))
+        addresses, trained = self._known
+        return hash((self.values.signature(), tuple(addresses), tuple(trained)))
 
 
 _IS_TRAINED = operator.attrgetter("requires_grad")
@@ -89,8 +96,8 @@ def is_checkpointed(layer: Any) -> bool:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_BY_NAME = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _ELSEWHERE = ("_gradient_checkpointing_func",)
-"""An attribute that only code around a layer's forward reads. TRL switches checkpointing off and on for each batch, with
-a new function each time."""
+"""An attribute that only code around a layer's forward reads. TRL switches checkpointing off and on for each batch,
+with a new function each time."""
 
 
 def collected_outputs() -> dict[str, list[Any]] | None:

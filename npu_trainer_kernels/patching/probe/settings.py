@@ -169,9 +169,9 @@ def _read(kind: type[nn.Module], own: dict[str, Any], method: str) -> tuple[list
 
     for name in found:
         for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-            method = vars(cls).get(name)
-            add(_function(method))
-            for wrapper in _wrappers(method):
+            own_method = vars(cls).get(name)
+            add(_function(own_method))
+            for wrapper in _wrappers(own_method):
                 add(wrapper)
     return found, functions
 
@@ -205,7 +205,7 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
 
 @functools.cache
 def _held_by(function: types.FunctionType) -> Callable[..., Any]:
-    """Returns `get(name, default)` of the variables that a function closes over, and of the defaults of its arguments."""
+    """Returns `get(name, default)` of the variables that a function closes over, and of its arguments' defaults."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def get(name: str, default: Any) -> Any:
@@ -239,7 +239,7 @@ _PURE = frozenset((
 ))  # fmt: skip
 _SWITCHES = frozenset((
     "backends", "are_deterministic_algorithms_enabled", "get_default_dtype", "get_float32_matmul_precision",
-    "get_num_threads", "get_default_device", "is_autocast_enabled", "get_autocast_dtype",
+    "get_num_threads", "get_default_device",
 ))  # fmt: skip
 
 

@@ -1,0 +1,152 @@
+"""A few captured layers beside the same layers that run their own code, for attacks on order, state and threads."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from npu_trainer_kernels.patching.layers import LayerCapture
+from npu_trainer_kernels.patching.undo import Undo
+
+__all__ = ["Layer", "Pair", "Schedule", "grads"]
+
+
+class Schedule:
+    """A number that code outside of layers sets."""
+
+    value = 1.0
+
+
+class Layer(GradientCheckpointingLayer):
+    """Keeps its input and its result for backward, and reads a number of a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (self.linear(hidden) * Schedule.value + hidden).tanh()
+
+
+class Body(nn.Module):
+    """Calls its layers in an order."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.order = list(range(len(layers)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            hidden = self.layers[i](hidden)
+        return hidden
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Returns copies of all gradients."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _through(run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    return run(hidden)
+
+
+class Pair:
+    """A model with captured layers, and the same model without.
+
+    Attributes:
+        model, plain: the two.
+        made: what captures the layers.
+        losses: the losses of both whose backward may come, the oldest first.
+        outputs: the last results of the captured model, with what they should be.
+    """
+
+    def __init__(self, layers: int = 3, repeated: bool = False, kind: type[Layer] = Layer) -> None:
+        torch.manual_seed(0)
+        Schedule.value = 1.0
+        self.model = Body([kind() for _ in range(layers)]).train()
+        if repeated:
+            for layer in self.model.layers:
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = lambda f, *args: checkpoint(f, *args, use_reentrant=False)
+        self.plain = copy.deepcopy(self.model)
+        self.made = LayerCapture(Undo(), list, lambda: False)
+        self.made.install(self.model, "on")
+        self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def both(self) -> tuple[Body, Body]:
+        return self.model, self.plain
+
+    def reset(self) -> None:
+        for model in self.both:
+            model.zero_grad()
+
+    def forward(
+        self, order: Sequence[int] | None = None,
+        through: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = _through,
+        keep: bool = True,
+    ) -> None:  # fmt: skip
+        """Both run forward, with the same result."""
+        hidden = torch.randn(2, 4)
+        made = []
+        for model in self.both:
+            if order is not None:
+                model.order = list(order)
+            made.append(through(model, hidden.clone().requires_grad_()))
+        assert torch.equal(*made), "results differ"
+        if keep:
+            self.outputs = [*self.outputs[-1:], (made[0].detach(), made[1].detach())]
+        self.losses.append((made[0].square().sum(), made[1].square().sum()))
+
+    def backward(self, which: int, keep: bool = False) -> None:
+        """Both run a backward of the forward at this place, with the same gradients."""
+        losses = self.losses[which] if keep else self.losses.pop(which)
+        self.reset()
+        for loss in losses:
+            loss.backward(retain_graph=keep)
+        found, expected = map(grads, self.both)
+        for name, value in found.items():
+            other = expected[name]
+            assert (value is None) == (other is None), f"{name} has a gradient in one of them"
+            assert value is None or other is None or torch.equal(value, other), f"the gradient of {name} differs"
+
+    def evaluate(self, thread: bool = False) -> None:
+        """Both run without gradients, here or on another thread, and keep their results."""
+        hidden, made = torch.randn(2, 4), []
+
+        def run() -> None:
+            with torch.no_grad():
+                made.extend(model(hidden) for model in self.both)
+
+        if thread:
+            other = threading.Thread(target=run)
+            other.start()
+            other.join()
+        else:
+            run()
+        assert len(made) == 2
+        assert torch.equal(*made), "results without gradients differ"
+
+    def set(self, value: float) -> None:
+        """Sets the number that layers read."""
+        Schedule.value = value
+
+    def freeze(self, layer: int, trained: bool) -> None:
+        """Freezes a layer in both, or trains it."""
+        for model in self.both:
+            model.layers[layer].requires_grad_(trained)
+
+    def check(self) -> None:
+        """What was returned is still what it was."""
+        assert all(torch.equal(out, expected) for out, expected in self.outputs), "a result was written to"
+
+
