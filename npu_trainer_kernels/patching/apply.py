@@ -315,12 +315,10 @@ class NpuKernels:
             if form is not None and not isinstance(form, str):
                 form = self._install(patch, scene, path, module, form, plain, by_name)
             if isinstance(form, str):
+                attempts = form.attempts if isinstance(form, Reason) else ()
                 kind = "" if module is scene.model else original_class(module).__name__
                 self._report.left_alone.append(
-                    LeftAlone(
-                        path, kind, op, str(form), counts=not isinstance(form, HarmlessReason),
-                        attempts=form.attempts if isinstance(form, Reason) else (),
-                    )  # fmt: skip
+                    LeftAlone(path, kind, op, str(form), not isinstance(form, HarmlessReason), attempts)
                 )
 
     def _install(
