@@ -133,7 +133,10 @@ class NpuKernels:
         differ. The third pass runs the ops, without padding. Heads are compared where their loss is computed. Whatever
         differs by more than rounding explains (`patching.audit`) is disabled; `report().audits` has the results.
         Forwards of a new kind (other arguments, another dtype, rows more than twice as long) are compared as well, and
-        so are modules that `refresh` adds. Random states, buffers and counters are the same afterwards.
+        so are modules that `refresh` adds. Random states, and what modules hold, are the same afterwards.
+
+        A model with code that may leave another trace (`probe.traces`) is not run: its ops are compared in its own next
+        forward, those whose modules leave none.
 
         Not compared are compiled forwards, forwards with a cache, models whose parameters DeepSpeed's ZeRO-3
         partitions, and, with FSDP2, all forwards but the first.
