@@ -118,6 +118,14 @@ def of_a_default(x, seen=HELD):
     return x
 
 
+class OfItsOwnClass(nn.Module):
+    """Counts in its class, by itself."""
+
+    def forward(self, x):
+        self.__class__.calls = 1
+        return x
+
+
 def local(x):
     parts = [part * LIMIT for part in x.split(1)]
     parts.append(x.clamp(max=max(LIMIT, 1.0)))
@@ -205,6 +213,7 @@ class OfItsClass(nn.Module):
 def test_classes():
     assert "reads NUMBERS, a count, which may change" in trace_of_class(Made)
     assert "sets OfItsClass.made" in trace_of_class(OfItsClass)
+    assert "sets self.__class__.calls" in trace_of_class(OfItsOwnClass)
     assert trace_of_class(MadeFreely) is None
 
 

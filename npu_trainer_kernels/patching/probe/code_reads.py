@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from .source import source_of
 
@@ -43,6 +44,10 @@ _WRITES = {
 }  # fmt: skip
 
 
+_WRITTEN = frozenset(("out", "inplace", "max_norm"))
+"""Arguments by which functions of torch write to what they are given."""
+
+
 @functools.cache
 def writes_of(code: types.CodeType, first: bool) -> str | None:
     """Returns what code writes to besides local variables, or None. `first`: attributes of the first parameter are
@@ -58,13 +63,15 @@ def writes_of(code: types.CodeType, first: bool) -> str | None:
             if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
                 return f"computes in place ({step.argrepr})"
             before = step.argval if step.opname.startswith("LOAD_FAST") else None
-        if any(isinstance(words, tuple) and "out" in words for words in each.co_consts):
-            return "passes out="
+        for words in each.co_consts:
+            if isinstance(words, tuple) and (given := _WRITTEN.intersection(w for w in words if isinstance(w, str))):
+                return f"passes {min(given)}="
     return next((f"calls {name}" for name in sorted(names_in(code)) if _is_in_place(name)), None)
 
 
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name)
+    named = any(hasattr(space, name) for space in (torch.Tensor, torch, nn.init))
+    return name.endswith("_") and not name.endswith("__") and named
 
 
 def writes_outside(function: types.FunctionType) -> str | None:
@@ -84,10 +91,11 @@ def writes_outside(function: types.FunctionType) -> str | None:
         if isinstance(node, ast.Global | ast.Nonlocal):
             return f"sets {node.names[0]}"
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            root: Any = node
+            root, of_class = node, False  # type: Any, bool
             while isinstance(root, ast.Attribute | ast.Subscript):
+                of_class = of_class or (isinstance(root, ast.Attribute) and root.attr in ("__class__", "__dict__"))
                 root = root.value
-            if not isinstance(root, ast.Name) or root.id in outside or "type" in outside:
+            if of_class or not isinstance(root, ast.Name) or root.id in outside or "type" in outside:
                 return f"sets {ast.unparse(node)}"
     return None
 

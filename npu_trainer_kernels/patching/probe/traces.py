@@ -60,8 +60,9 @@ _OF_MODULES = frozenset((
     "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_hook",
     "register_post_accumulate_grad_hook", "load_state_dict", "requires_grad_", "zero_grad", "backward", "__setattr__",
     "__setstate__", "__delattr__", "set_", "__dict__", "__class__", "__globals__", "__closure__", "__code__",
+    "batch_norm", "instance_norm", "warn", "warn_explicit",
 ))  # fmt: skip
-"""Names in code that change a module or a tensor otherwise than by a store."""
+"""Names in code that change a module or a tensor otherwise than by a store, or that are seen otherwise."""
 _REFILLING = frozenset((
     "append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard", "sort",
     "reverse", "difference_update", "intersection_update", "symmetric_difference_update", "__setitem__", "__delitem__",
@@ -262,8 +263,8 @@ class _Judge:
         if isinstance(value, _FUNCTIONS):
             return self.function(value)
         root = type(value).__module__.partition(".")[0]
-        if isinstance(value, logging.Logger):
-            return None
+        if isinstance(value, logging.Logger) and self._fresh:
+            return None  # a line of the log is no state
         plain = isinstance(value, PretrainedConfig | types.SimpleNamespace)
         if plain or (root not in _KNOWN and hasattr(value, "__dict__")):
             said = frozenset(names)
@@ -336,13 +337,16 @@ class _Judge:
         names, functions = _reached(kind, set_here) if set_here else self._kinds[kind]
         if (reason := next(filter(None, map(self.function, functions)), None)) is not None:
             return reason
-        known = _is_known(kind.__module__)
-        for name in names:
-            value = own[name] if name in own else _attribute(kind, name)
-            if value is _ABSENT or isinstance(value, _FUNCTIONS) or (known and _is_known_object(value)):
-                continue
-            if not self._fresh and (reason := self.value(name, value, names)) is not None:
-                return f"{kind.__name__} {reason}"
+        if _is_known(kind.__module__):
+            given = [(n, v) for n, v in own.items() if not _is_known_object(v) and n in names]
+        else:
+            given = [(name, own[name] if name in own else _attribute(kind, name)) for name in names]
+        given = [(name, value) for name, value in given if value is not _ABSENT and not isinstance(value, _FUNCTIONS)]
+        if (reason := next(filter(None, (self.value(*each, names) for each in given)), None)) is not None:
+            return f"{kind.__name__} {reason}"
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and not _is_known(type(value).__module__):
+                return f"{kind.__name__} has a {type(value).__name__} for its {name}"
         listed = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if hooks else ()
         return next((f"a hook: {reason}" for hook in listed if (reason := self.function(hook)) is not None), None)
 
@@ -467,7 +471,9 @@ def traces_within(model: nn.Module) -> Callable[[nn.Module], str | None]:
     def trace(module: nn.Module) -> str | None:
         judge = _Judge(inside)
         reason = _of_all_modules(judge)
-        reason = reason or next(filter(None, map(judge.module, module.modules())), None)
+        # The forward of the module is called, and not the module: its own hooks do not run.
+        reasons = (judge.module(part, hooks=part is not module) for part in module.modules())
+        reason = reason or next(filter(None, reasons), None)
         return _said(reason or judge.of_containers())
 
     return trace
