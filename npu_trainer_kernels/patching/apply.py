@@ -133,7 +133,10 @@ class NpuKernels:
         differ. The third pass runs the ops, without padding. Heads are compared where their loss is computed. Whatever
         differs by more than rounding explains (`patching.audit`) is disabled; `report().audits` has the results.
         Forwards of a new kind (other arguments, another dtype, rows more than twice as long) are compared as well, and
-        so are modules that `refresh` adds. Random states, buffers and counters are the same afterwards.
+        so are modules that `refresh` adds. Random states, and what modules hold, are the same afterwards.
+
+        A model with code that may leave another trace (`probe.traces`) is not run: its ops are compared in its own next
+        forward, those whose modules leave none.
 
         Not compared are compiled forwards, forwards with a cache, models whose parameters DeepSpeed's ZeRO-3
         partitions, and, with FSDP2, all forwards but the first.
@@ -326,12 +329,10 @@ class NpuKernels:
             if form is not None and not isinstance(form, str):
                 form = self._install(patch, scene, path, module, form, plain, by_name)
             if isinstance(form, str):
+                attempts = form.attempts if isinstance(form, Reason) else ()
                 kind = "" if module is scene.model else original_class(module).__name__
                 self._report.left_alone.append(
-                    LeftAlone(
-                        path, kind, op, str(form), counts=not isinstance(form, HarmlessReason),
-                        attempts=form.attempts if isinstance(form, Reason) else (),
-                    )  # fmt: skip
+                    LeftAlone(path, kind, op, str(form), not isinstance(form, HarmlessReason), attempts)
                 )
 
     def _install(

@@ -434,7 +434,7 @@ def _of_bitsandbytes(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
-    """Restores counts and the state of modules after forwards without gradients. Where random numbers are drawn for each
+    """Restores counts and what modules hold after forwards without gradients. Where random numbers are drawn for each
     token, the forwards run in evaluation mode, since a packed row draws others."""
     counts = [
         (site, site.ran, site.declined.copy(), copy.deepcopy(getattr(site.progress, "__dict__", {}))) for site in sites

@@ -54,8 +54,9 @@ def remembered(model: nn.Module) -> Callable[[], None]:
 
 
 def _contents(own: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(v, v.copy()) for v in own.values()
-            if isinstance(v, _CONTAINERS) and type(v).__module__ in ("builtins", "collections")]  # fmt: skip
+    """Returns copies of the containers in a module's attributes; what registers a hook is not run."""
+    return [(v, v.copy()) for name, v in own.items() if isinstance(v, _CONTAINERS)
+            and type(v).__module__ in ("builtins", "collections") and "_hooks" not in name]  # fmt: skip
 
 
 def _refill(container: Any, before: Any) -> None:

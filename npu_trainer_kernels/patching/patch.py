@@ -145,10 +145,11 @@ class Site:
         progress: an object whose string describes the served calls in the report, or None.
         late: whether its calls are compared where their results are used (`audit`).
         look: while calls are compared, a function of the site, of two functions, which compute a call by the original
-            code and by the op, and of the module or function; otherwise None. It returns whether the call is to run the original
-            code (in a look), or the code that training runs.
+            code and by the op, and of the module or function; otherwise None. It returns whether the call is to run the
+            original code (in a look), or the code that training runs.
         off: why the op no longer serves any call; `UNREPORTED` while the original code is requested.
         attempts: the ways to serve the modules that have failed before the form was found.
+        beside: what the op leaves to some of the modules' code, for the report.
     """
 
     op: str
@@ -168,6 +169,7 @@ class Site:
     look: Callable[..., bool] | None = None
     off: str | None = None
     attempts: Attempts = ()
+    beside: str = ""
 
     @functools.cached_property
     def switches(self) -> bool:

@@ -179,8 +179,8 @@ class Report:
             found += (Why(site.op, path, kind, "", reason, calls) for reason, calls in site.declined.items())
             if site.off:
                 found.append(Why(site.op, path, kind, "switched off", site.off))
-            if site.op == "varlen_attention" and getattr(site.progress, "beside", ""):
-                found.append(Why(site.op, path, kind, "of some modules", site.progress.beside))
+            if site.beside:
+                found.append(Why(site.op, path, kind, "of some modules", site.beside))
             found += (
                 Why(site.op, path, kind, f"{low} to {high} tokens", "the modules' own code was measured to be faster")
                 for low, high in (each.tokens for each in site.measured if each.plain_wins)
@@ -214,7 +214,8 @@ class Report:
         Raises:
             ValueError: the report knows nothing of that name.
         """
-        return lines_of(chosen(self.whys(), name, [(site.op, site.kind.__name__, site.paths) for site in self.sites]), name)
+        served = [(site.op, site.kind.__name__, site.paths) for site in self.sites]
+        return lines_of(chosen(self.whys(), name, served), name)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain lists and dicts."""

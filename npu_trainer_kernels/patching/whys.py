@@ -1,4 +1,4 @@
-"""What a report answers to `why`: for everything that is not served, or is no longer, all attempts with their reasons."""
+"""What a report answers to `why`: all attempts to serve what is not served, or is no longer, with their reasons."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -246,7 +246,7 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
     "another output": (with_halves, "it returns halves"),
     "a tuple": (lambda out: (out.last_hidden_state, out.last_hidden_state / 2), "it returns more than hidden states"),
     "fewer places": (shortened, "a miniature of it gives no hidden state for each token"),
-    "no numbers": (overflowed, "a miniature of it gives no hidden state for each token"),
+    "no numbers": (overflowed, "a miniature of it gives hidden states that are no numbers"),
     "routers' logits of another shape": (with_routers, "its router_logits are not of its tokens"),
 }
 
@@ -275,7 +275,7 @@ class Long(LlamaModel):
 
 @pytest.mark.parametrize(("body", "why"), [
     (Large, "no miniature of it can be made: ValueError: too small"),
-    (Long, "no miniature of it can be made: IndexError: too short"),
+    (Long, "a miniature of it takes no padded batch: IndexError: too short"),
 ])  # fmt: skip
 def test_what_has_no_miniature_is_left_alone(body, why):
     assert left_alone(with_body(body)) == why

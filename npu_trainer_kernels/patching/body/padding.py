@@ -224,7 +224,8 @@ class PaddingPatch(Patch):
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
         if site.progress is None:
-            site.progress = Savings(beside=str(site.form) if site.form.proof.mixes else "")
+            site.beside = str(site.form) if site.form.proof.mixes else ""
+            site.progress = Savings(beside=site.beside)
             _savings[:] = [*(ref for ref in _savings if ref() is not None), weakref.ref(site.progress)]
         settings.shares = not site.form.drops and not site.form.proof.mixes
         if site.form.proof.mixes:

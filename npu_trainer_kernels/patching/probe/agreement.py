@@ -21,7 +21,7 @@ _TOLERANCE = 1e-4
 
 @contextlib.contextmanager
 def repeatable(where: torch.device | None = None) -> Iterator[None]:
-    """Restores the random states of torch, also that of a device, of Python and of NumPy, whatever a probe has drawn."""
+    """Restores the random states of torch (also of a device), Python and NumPy, whatever a probe has drawn."""
     kind = "cpu" if where is None else where.type
     beside: dict[str, Any] = {"devices": []} if kind == "cpu" else {"devices": [where], "device_type": kind}
     of_python, of_numpy = random.getstate(), np.random.get_state()

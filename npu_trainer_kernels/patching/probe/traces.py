@@ -1,6 +1,6 @@
 """Whether a run of code may leave a trace: a change outside of the tensors that it returns.
 
-A look runs a module once more than the user's own run does, so code that counts, collects or draws would go on counting.
+A look runs a module once more than the user's own run does, so that code that counts, collects or draws would go on.
 Code cannot change what it cannot reach. So foreign code leaves no trace if everything that it reads from outside (its
 module's attributes, its class, globals, closures, default arguments) cannot be changed (numbers, strings, tuples,
 functions that leave no trace) or is put back after a look (tensors, the modules of a tree: `kept_state`), and if it
@@ -12,7 +12,6 @@ Code of the packages in `_KNOWN` is taken as it is, but for functions of others 
 forwards set on instances, names in its modules, attributes of its classes.
 """
 
-import ast
 import builtins
 import dis
 import enum
@@ -21,7 +20,7 @@ import logging
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..classes import GLOBAL_HOOKS, original_class
-from .source import source_of
+from .code_reads import codes_in, codes_of, globals_in, names_in, writes_of, writes_outside
 
-__all__ = ["TRACE", "trace_of", "trace_of_all", "trace_of_class", "trace_of_function", "trace_of_operators", "traces_within"]
+__all__ = [
+    "TRACE", "trace_of", "trace_of_all", "trace_of_class", "trace_of_function", "trace_of_operators", "traces_within",
+]  # fmt: skip
 
 TRACE = "a run of its code may leave a trace"
 """The beginning of each reason."""
@@ -51,16 +52,17 @@ _HARMLESS = frozenset((
 ))  # fmt: skip
 """Modules of the standard library whose functions change at most what they are given, or the generator of `random`."""
 _CHANGING = frozenset((
-    "setattr", "delattr", "exec", "eval", "compile", "open", "print", "input", "__import__", "globals", "locals", "vars",
-    "breakpoint",
+    "setattr", "delattr", "exec", "eval", "compile", "open", "print", "input", "__import__", "globals", "locals",
+    "vars", "breakpoint",
 ))  # fmt: skip
 _OF_MODULES = frozenset((
     "register_buffer", "register_parameter", "register_module", "add_module", "register_forward_hook",
     "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_hook",
     "register_post_accumulate_grad_hook", "load_state_dict", "requires_grad_", "zero_grad", "backward", "__setattr__",
     "__setstate__", "__delattr__", "set_", "__dict__", "__class__", "__globals__", "__closure__", "__code__",
+    "batch_norm", "instance_norm", "warn", "warn_explicit",
 ))  # fmt: skip
-"""Names in code that change a module or a tensor otherwise than by a store."""
+"""Names in code that change a module or a tensor otherwise than by a store, or that are seen otherwise."""
 _REFILLING = frozenset((
     "append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard", "sort",
     "reverse", "difference_update", "intersection_update", "symmetric_difference_update", "__setitem__", "__delitem__",
@@ -70,7 +72,7 @@ _REFILLING = frozenset((
 _MODES = ("torch.utils._device", "torch._subclasses", "torch._functorch", "torch.fx", "npu_trainer_kernels")
 """The files of modes that keep nothing of the operators that they see."""
 _SPECIAL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__", "__getattribute__")
-_GENERATORS = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
+_GENERATORS = (random._inst, np.random.mtrand._rand)
 _PLAIN = (
     int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, enum.Enum,
@@ -98,89 +100,6 @@ def _home_of(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What code does by itself
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _codes(code: types.CodeType) -> tuple[types.CodeType, ...]:
-    """Returns a code object and those inside it."""
-    inside = (each for const in code.co_consts if isinstance(const, types.CodeType) for each in _codes(const))
-    return (code, *inside)
-
-
-@functools.cache
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Returns the names of attributes and globals in code, and the strings that it may pass to `getattr`."""
-    codes = _codes(code)
-    asks = any("getattr" in each.co_names for each in codes)
-    words = {c for each in codes for c in each.co_consts if isinstance(c, str) and c.isidentifier()} if asks else set()
-    return frozenset(words.union(*(each.co_names for each in codes)))
-
-
-@functools.cache
-def _globals(code: types.CodeType) -> frozenset[str]:
-    steps = (step for each in _codes(code) for step in dis.get_instructions(each))
-    return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-
-
-_WRITES = {
-    "STORE_ATTR": "sets", "DELETE_ATTR": "deletes", "STORE_SUBSCR": "writes to an entry of something",
-    "DELETE_SUBSCR": "deletes an entry of something", "STORE_GLOBAL": "sets", "DELETE_GLOBAL": "deletes",
-    "STORE_NAME": "sets",
-}  # fmt: skip
-
-
-@functools.cache
-def _writes(code: types.CodeType, first: bool) -> str | None:
-    """Returns what code writes to besides local variables, or None. `first`: attributes of the first parameter are
-    local, too (the context of an autograd function, an object that is being made)."""
-    mine = code.co_varnames[0] if first and code.co_argcount else None
-    for each in _codes(code):
-        before = None
-        for step in dis.get_instructions(each):
-            if step.opname in _WRITES and not (step.opname == "STORE_ATTR" and before == mine is not None):
-                return f"{_WRITES[step.opname]} {step.argval or ''}".rstrip()
-            if step.opname == "STORE_DEREF" and step.argval in code.co_freevars:
-                return f"sets {step.argval} of the function around it"
-            if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
-                return f"computes in place ({step.argrepr})"
-            before = step.argval if step.opname.startswith("LOAD_FAST") else None
-        if any(isinstance(words, tuple) and "out" in words for words in each.co_consts):
-            return "passes out="
-    return next((f"calls {name}" for name in sorted(_names(code)) if _is_in_place(name)), None)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name)
-
-
-def _writes_outside(function: types.FunctionType) -> str | None:
-    """Returns what a function writes to that it was not given and has not made, or None."""
-    code = function.__code__
-    if _writes(code, True) is None:
-        return None
-    text = source_of(function)
-    if text is None:
-        return "writes to something, and its source is not at hand"
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except SyntaxError:
-        return "writes to something, and its source is part of a statement"
-    outside = _globals(code) | set(code.co_freevars)
-    for node in nodes:
-        if isinstance(node, ast.Global | ast.Nonlocal):
-            return f"sets {node.names[0]}"
-        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            root: Any = node
-            while isinstance(root, ast.Attribute | ast.Subscript):
-                root = root.value
-            if not isinstance(root, ast.Name) or root.id in outside or "type" in outside:
-                return f"sets {ast.unparse(node)}"
-    return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What it reaches
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -199,14 +118,16 @@ class _Judge:
         self._container: str | None = None  # the first list, dictionary or set that code reads
         self._refills: str | None = None  # the first function that changes one
         self._kinds: dict[type, tuple[tuple[str, ...], list[Any]]] = {}
-        self._known_reasons: dict[int, tuple[Any, str | None]] = {}  # by id, with the object: so the id stays its own
+        # By id and by the names that code reads; with the object, so that the id stays its own.
+        self._known_reasons: dict[Any, tuple[Any, str | None]] = {}
 
-    def _once(self, thing: Any, judged: Callable[[], str | None]) -> str | None:
+    def _once(self, thing: Any, judged: Callable[[], str | None], names: frozenset[str] | None = None) -> str | None:
         """Judges a thing once; while it is judged (it may reach itself) it counts as harmless."""
-        if id(thing) not in self._known_reasons:
-            self._known_reasons[id(thing)] = thing, None
-            self._known_reasons[id(thing)] = thing, judged()
-        return self._known_reasons[id(thing)][1]
+        key = id(thing), names
+        if key not in self._known_reasons:
+            self._known_reasons[key] = thing, None
+            self._known_reasons[key] = thing, judged()
+        return self._known_reasons[key][1]
 
     def function(self, function: Any, own: bool = False) -> str | None:
         """Returns which trace calling something may leave, or None. `own`: its first argument is made for the call."""
@@ -241,9 +162,7 @@ class _Judge:
     def _first(self, values: Iterable[Any], name: str, by: Any) -> str | None:
         """Judges values that a function has got: those of a known function only if they are foreign functions."""
         known = isinstance(by, types.FunctionType) and _is_known(_home(by))
-        return next(
-            filter(None, (self.value(name, v) for v in values if not known or _is_foreign_function(v))), None
-        )
+        return next(filter(None, (self.value(name, v) for v in values if not known or _is_foreign_function(v))), None)
 
     def _builtin(self, function: Any) -> str | None:
         owner, name = getattr(function, "__self__", None), function.__name__
@@ -259,9 +178,9 @@ class _Judge:
         """Judges what others have put into the reach of a known function."""
         if _home(function).partition(".")[0] not in _FOLLOWED:
             return None
-        space, names = function.__globals__, _names(function.__code__)
+        space, names = function.__globals__, names_in(function.__code__)
         held = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
-        for value in (*(space[name] for name in _globals(function.__code__) if name in space), *held):
+        for value in (*(space[name] for name in globals_in(function.__code__) if name in space), *held):
             if isinstance(value, types.ModuleType):
                 reason = self._put_into(value, names) if _is_known(value.__name__) else None
                 if reason is not None:
@@ -270,8 +189,9 @@ class _Judge:
                 foreign = (each for each in value.values() if _is_foreign_function(each))
                 if (reason := next(filter(None, map(self.function, foreign)), None)) is not None:
                     return reason
-            elif _is_foreign_function(value) or _home_of(value) in _FOLLOWED:
-                if (reason := self.function(value)) is not None:
+            else:
+                follows = _is_foreign_function(value) or _home_of(value) in _FOLLOWED
+                if follows and (reason := self.function(value)) is not None:
                     return reason
         return None
 
@@ -289,18 +209,18 @@ class _Judge:
 
     def _foreign(self, function: types.FunctionType, own: bool) -> str | None:
         code, name = function.__code__, function.__qualname__
-        writes = _writes_outside(function) if self._fresh else _writes(code, own)
+        writes = writes_outside(function) if self._fresh else writes_of(code, own)
         if writes is not None:
             return f"{name} {writes}"
-        names, space = _names(code), function.__globals__
+        names, space = names_in(code), function.__globals__
         if self._refills is None and (refills := names & _REFILLING):
             self._refills = f"{name} calls {min(refills)}"
         if not self._fresh and (changes := names & _OF_MODULES):
             return f"{name} calls or reads {min(changes)}"
-        imports = (s.argval for c in _codes(code) for s in dis.get_instructions(c) if s.opname == "IMPORT_NAME")
+        imports = (s.argval for c in codes_in(code) for s in dis.get_instructions(c) if s.opname == "IMPORT_NAME")
         if (other := next((each for each in imports if not _may_be_called(each)), None)) is not None:
             return f"{name} imports {other}"
-        for each in _globals(code):
+        for each in globals_in(code):
             value = space.get(each, vars(builtins).get(each))
             if isinstance(value, types.ModuleType):
                 reason = self._of_module(value, names)
@@ -332,7 +252,8 @@ class _Judge:
             if not isinstance(value, tuple | frozenset):
                 self._container = self._container or f"reads {name}, a {type(value).__name__}"
             inside = value.values() if isinstance(value, dict) else value
-            return self._once(value, lambda: next(filter(None, (self.value(name, v, names) for v in inside)), None))
+            reasons = (self.value(name, each, names) for each in inside)
+            return self._once(value, lambda: next(filter(None, reasons), None), frozenset(names))
         if isinstance(value, torch.Tensor):
             return None if _is_known(type(value).__module__) else f"reads {name}, a {type(value).__name__}"
         if isinstance(value, nn.Module):
@@ -342,10 +263,12 @@ class _Judge:
         if isinstance(value, _FUNCTIONS):
             return self.function(value)
         root = type(value).__module__.partition(".")[0]
-        if isinstance(value, logging.Logger):
-            return None
-        if isinstance(value, PretrainedConfig | types.SimpleNamespace) or (root not in _KNOWN and hasattr(value, "__dict__")):
-            return self._once(value, lambda: self._holder(name, value, frozenset(names)))
+        if isinstance(value, logging.Logger) and self._fresh:
+            return None  # a line of the log is no state
+        plain = isinstance(value, PretrainedConfig | types.SimpleNamespace)
+        if plain or (root not in _KNOWN and hasattr(value, "__dict__")):
+            said = frozenset(names)
+            return self._once(value, lambda: self._holder(name, value, said), said)
         if root == "transformers":  # tables of functions
             return None
         if root == "typing" or isinstance(value, types.GenericAlias | types.UnionType):
@@ -355,16 +278,21 @@ class _Judge:
     def _holder(self, name: str, value: Any, names: frozenset[str]) -> str | None:
         """Judges an object by the code of its class, and by the attributes that code reads of it."""
         kind, held = type(value), vars(value)
-        if not (isinstance(value, PretrainedConfig) or kind is types.SimpleNamespace) and (
-            _is_of_python(kind.__module__) or kind.__getattribute__ is not object.__getattribute__
-        ):
+        known = isinstance(value, PretrainedConfig) or kind is types.SimpleNamespace
+        if not known and (_is_of_python(kind.__module__) or _is_known(kind.__module__)):
             return f"reads {name}, a {kind.__name__}, which may change"
         for base in kind.__mro__[:-1]:
             for each, code in vars(base).items() if not _is_known(base.__module__) else ():
-                named = each in names or (each.startswith("__") and each not in ("__init__", "__new__"))
-                if named and isinstance(code, _FUNCTIONS) and (reason := self.function(code)) is not None:
+                if not isinstance(code, _FUNCTIONS) or each in ("__init__", "__new__"):
+                    continue
+                names = names.union(*map(names_in, codes_of(code)))
+                if base.__module__ != "types" and (reason := self.function(code)) is not None:
                     return f"reads {name}, a {kind.__name__}, whose {reason}"
-        reasons = (self.value(f"{name}.{each}", held[each], names) for each in names if each in held)
+        found = ((each, held[each] if each in held else _attribute(kind, each)) for each in names)
+        reasons = (
+            self.value(f"{name}.{each}", v, names) for each, v in found
+            if v is not _ABSENT and not isinstance(v, _FUNCTIONS)
+        )  # fmt: skip
         return next(filter(None, reasons), None)
 
     def _outside(self, name: str, module: nn.Module) -> str | None:
@@ -386,11 +314,15 @@ class _Judge:
             return None if root.lstrip("_") in _HARMLESS else f"uses {kind.__module__}.{kind.__name__}"
         if issubclass(kind, enum.Enum | BaseException):
             return None
+        functions = {n: v for n, v in vars(kind).items() if isinstance(v, _FUNCTIONS) and not isinstance(v, type)}
+        names = frozenset().union(*(names_in(code) for each in functions.values() for code in codes_of(each)))
         for name, value in vars(kind).items():
-            if isinstance(value, _FUNCTIONS) and not isinstance(value, type):
+            if name in functions:
                 reason = self.function(value, own=not issubclass(kind, nn.Module) or name == "__init__")
-                if reason is not None:
-                    return reason
+            else:
+                reason = self.value(name, value, names) if name in names and name not in _IN_MODULE else None
+            if reason is not None:
+                return reason
         for base in kind.__mro__[1:]:
             if base is not object and (reason := self.cls(base)) is not None:
                 return reason
@@ -405,13 +337,16 @@ class _Judge:
         names, functions = _reached(kind, set_here) if set_here else self._kinds[kind]
         if (reason := next(filter(None, map(self.function, functions)), None)) is not None:
             return reason
-        known = _is_known(kind.__module__)
-        for name in names:
-            value = own[name] if name in own else _attribute(kind, name)
-            if value is _ABSENT or isinstance(value, _FUNCTIONS) or (known and _is_known_object(value)):
-                continue
-            if not self._fresh and (reason := self.value(name, value, names)) is not None:
-                return f"{kind.__name__} {reason}"
+        if _is_known(kind.__module__):
+            given = [(n, v) for n, v in own.items() if not _is_known_object(v) and n in names]
+        else:
+            given = [(name, own[name] if name in own else _attribute(kind, name)) for name in names]
+        given = [(name, value) for name, value in given if value is not _ABSENT and not isinstance(value, _FUNCTIONS)]
+        if (reason := next(filter(None, (self.value(*each, names) for each in given)), None)) is not None:
+            return f"{kind.__name__} {reason}"
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and not _is_known(type(value).__module__):
+                return f"{kind.__name__} has a {type(value).__name__} for its {name}"
         listed = (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if hooks else ()
         return next((f"a hook: {reason}" for hook in listed if (reason := self.function(hook)) is not None), None)
 
@@ -484,21 +419,11 @@ def _reached(kind: Any, own: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]
             if not isinstance(value, _FUNCTIONS) or isinstance(value, type):
                 continue
             functions.append(value)
-            for code in _codes_of(value):
-                fresh = [each for each in _names(code) if each not in names and not (each in _IN_MODULE)]
+            for code in codes_of(value):
+                fresh = [each for each in names_in(code) if each not in names and each not in _IN_MODULE]
                 names.update(dict.fromkeys(fresh))
                 queue += fresh
     return tuple(name for name in names if name not in _SPECIAL), functions
-
-
-def _codes_of(function: Any) -> Iterator[types.CodeType]:
-    """Yields the code of a method, and of the functions that it wraps."""
-    found = function.fget if isinstance(function, property) else getattr(function, "__func__", function)
-    while isinstance(found, functools.partial):
-        found = found.func
-    while isinstance(found, types.FunctionType):
-        yield found.__code__
-        found = getattr(found, "__wrapped__", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -507,8 +432,8 @@ def _codes_of(function: Any) -> Iterator[types.CodeType]:
 
 
 def trace_of(module: nn.Module, *, hooks: bool = True) -> str | None:
-    """Returns which trace a run of a module's code, without its children's, may leave, or None. `hooks`: whether its own
-    hooks run, too; those of all modules do."""
+    """Returns which trace a run of a module's code, without its children's, may leave, or None. `hooks`: whether its
+    own hooks run, too; those of all modules do."""
     judge = _Judge(module.modules())
     return _said(_of_all_modules(judge) or judge.module(module, hooks) or judge.of_containers())
 
@@ -546,7 +471,9 @@ def traces_within(model: nn.Module) -> Callable[[nn.Module], str | None]:
     def trace(module: nn.Module) -> str | None:
         judge = _Judge(inside)
         reason = _of_all_modules(judge)
-        reason = reason or next(filter(None, map(judge.module, module.modules())), None)
+        # The forward of the module is called, and not the module: its own hooks do not run.
+        reasons = (judge.module(part, hooks=part is not module) for part in module.modules())
+        reason = reason or next(filter(None, reasons), None)
         return _said(reason or judge.of_containers())
 
     return trace
