@@ -69,8 +69,8 @@ def _is_exact(values: list[torch.Tensor]) -> bool:
 
 
 def _move(value: torch.Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.rand(value.shape, generator=generator) - 0.5
+    generator = torch.Generator("cpu").manual_seed(seed)
+    u = torch.rand(value.shape, generator=generator, dtype=torch.float32, device="cpu") - 0.5
     moved = value + value * (torch.finfo(value.dtype).eps * u).to(value.dtype)
     value.copy_(torch.where(moved.isfinite(), moved, value))
 
