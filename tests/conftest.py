@@ -1,7 +1,9 @@
 """Test setup: Triton kernels run in Triton's interpreter, unless NPU_KERNELS_TEST_DEVICE names an accelerator."""
 
+import contextlib
 import os
 import zlib
+from collections.abc import Generator
 from pathlib import Path
 
 DEVICE = os.environ.setdefault("NPU_KERNELS_TEST_DEVICE", "cpu")
@@ -17,6 +19,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+from tests.perturbed import Perturbed, asks_for_bits
 
 # Two ranks of a test on two cores: one thread each, unless somebody asks how the sums of several threads fare.
 torch.set_num_threads(int(os.environ.get("NPU_KERNELS_TEST_THREADS", "1")))
@@ -45,6 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="leaves out tests marked full, and of each parametrised test all cases but those that it takes to have "
         "every value of every parameter once",
     )
+    parser.addoption(
+        "--perturbed",
+        choices=("bits", "all"),
+        help="moves the results of PyTorch's products within their rounding, by the layout of their operands "
+        "(tests/perturbed.py); runs all tests, or those alone that ask for equal bits",
+    )
 
 
 def _is_full(item: pytest.Item) -> bool:
@@ -68,6 +78,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Cases are looked at in an order that has nothing to do with their values, so that values of two parameters meet at
     random, and always the same ones.
     """
+    if config.getoption("--perturbed") == "bits":
+        config.hook.pytest_deselected(
+            items=[item for item in items if not asks_for_bits(getattr(item, "function", None))]
+        )
+        items[:] = [item for item in items if asks_for_bits(getattr(item, "function", None))]
     if not config.getoption("--quick"):
         return
     seen: set[tuple[object, ...]] = set()
@@ -114,3 +129,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Runs a test under `--perturbed` as on a processor whose products round by layout."""
+    with Perturbed() if pyfuncitem.config.getoption("--perturbed") else contextlib.nullcontext():
+        return (yield)

@@ -175,10 +175,12 @@ def test_strides(layout, way, device):
     else:
         keys, values = torch.stack((keys, values), 3).unbind(3)
     assert not keys.is_contiguous()
-    assert torch.equal(decode_attention(q, keys, values, lengths, backend=way), expected)
     # Queries as a projection makes them, and some whose elements are apart.
-    for wide in (torch.cat((q, q), 2)[:, :, :8], q.transpose(1, 2).contiguous().transpose(1, 2)):
-        assert torch.equal(decode_attention(wide, keys, values, lengths, backend=way), expected)
+    for each in (q, torch.cat((q, q), 2)[:, :, :8], q.transpose(1, 2).contiguous().transpose(1, 2)):
+        if way == "torch":  # PyTorch's products round by the layout of what they are given
+            check([each, keys, values, lengths], way)
+        else:
+            assert torch.equal(decode_attention(each, keys, values, lengths, backend=way), expected)
 
 
 def test_the_package_reference(device):

@@ -148,7 +148,7 @@ def normed_products(monkeypatch, model: nn.Module, ops=PATCHES) -> tuple[int, li
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_keep_no_product_before_a_norm(monkeypatch, reentrant):
-    count, expected, details = normed_products(monkeypatch, small_model("qwen3"))
+    count, _, details = normed_products(monkeypatch, small_model("qwen3"))
     assert (count, details) == (0, [ROTATION] * 2)
     model = small_model("qwen3")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -156,7 +156,10 @@ def test_checkpointed_layers_keep_no_product_before_a_norm(monkeypatch, reentran
     # Two layers, queries and keys; a reentrant checkpoint's first forward is without gradients.
     assert count == (4 if reentrant else 8)
     assert details == [f"{ROTATION}; no product kept before q_norm, k_norm"] * 2
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # The op's products have other layouts than those of the projections.
+    plain, truth = small_model("qwen3"), loss_and_gradients(small_model("qwen3").double(), batch())
+    expected = loss_and_gradients(plain, batch())
+    assert_outcome_close(model, found, expected, truth, lambda: loss_and_gradients(plain, batch()))
 
 
 def test_checkpointing_that_is_switched_on_later_is_seen():
