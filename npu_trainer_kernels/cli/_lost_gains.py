@@ -5,6 +5,7 @@ the families that people train most are looked at, in another process.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,7 +22,7 @@ def looked_at(families: Sequence[str], seconds: float) -> dict[str, Served | str
     """Returns what families get on the installed versions, or why that is not known."""
     found: dict[str, Served | str] = {}
     command = [sys.executable, "-m", "npu_trainer_kernels.cli._lost_gains", *families]
-    for line in read(command, seconds):
+    for line in read(command, seconds, environment=os.environ):
         if ENDED in line:
             return {**dict.fromkeys(families, str(line[ENDED])), **found}
         why = {what: frozenset(reasons) for what, reasons in line["why"].items()}
