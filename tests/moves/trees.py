@@ -73,11 +73,11 @@ def helpers(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     found = functions(tree)
     called, named = {}, {}  # type: dict[str, int], dict[str, int]
     decorators = [d for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for d in node.decorator_list]
-    given = [part for each in decorators for part in ast.walk(each)]
+    given = {id(part) for each in decorators for part in ast.walk(each)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             called[node.func.id] = called.get(node.func.id, 0) + 1
-        if isinstance(node, ast.Name) and not any(node is each for each in given if isinstance(each, ast.Name)):
+        if isinstance(node, ast.Name) and id(node) not in given:
             named[node.id] = named.get(node.id, 0) + 1
     return {name: each for name, each in found.items() if 0 < called.get(name, 0) == named.get(name, 0)}
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching.body.mixers import _mixes_tokens
 from npu_trainer_kernels.patching.modules.rotation_forms import rope_form
 from tests.closeness import assert_as_close, rounded_if_needed
 from tests.models import in_double
@@ -280,3 +281,31 @@ def test_a_rotation_under_another_name_is_served_and_one_without_a_function_is_n
         assert torch.equal(attention(x, tables), plain)
         assert kernels.report().ran.get("rope", 0) == ran
         assert {each.reason for each in kernels.report().left_alone} == reasons
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules that mix tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class MixesByMask(nn.Module):
+    def forward(self, x, causal_mask_given=None): ...
+
+
+class MixesByPositions(nn.Module):
+    def forward(self, x, rotary_positions=None): ...
+
+
+class MixesByCache(nn.Module):
+    def forward(self, x, cache=None): ...
+
+
+class WorksOnTokens(nn.Module):
+    def forward(self, hidden_states, residual=None): ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixes"), [(MixesByMask, True), (MixesByPositions, True), (MixesByCache, True), (WorksOnTokens, False)]
+)
+def test_a_mixer_is_known_by_masks_positions_and_caches_of_any_name(kind, mixes):
+    assert _mixes_tokens(kind()) == mixes
