@@ -38,6 +38,9 @@ SMALLER = {
     "npu-kernels tune --model tiny --tokens 8192": (
         "8192 tokens of every op", "npu-kernels tune --model tiny --tokens 64",
     ),
+    "npu-kernels fit --model tiny --memory 80": (
+        "hundreds of rows of the tiny model fit", "npu-kernels fit --model tiny --memory 2.1",
+    ),
     "npu-kernels verify --model tiny": (
         "50 steps of 7 runs", "npu-kernels verify --model tiny --steps 2 --noise-runs 2 --sequence-length 32",
     ),
@@ -69,8 +72,7 @@ RUN = {
     "python examples/sft.py --use_npu_kernels": Run(_WRITTEN),
     "npu-kernels tune --model CONFIG": Run(r".*tuned\.json.*"),
     "npu-kernels tune --model CONFIG --tokens 8192": Run(r".*tuned\.json.*"),
-    "npu-kernels fit --model CONFIG --memory 80": Run(r".+", extras=True),
-    "npu-kernels fit --model CONFIG --memory 80 --seq 4096": Run(r".+", extras=True),
+    "npu-kernels fit --model CONFIG --memory 80": Run(r"Fits: .* at micro-batches of \d+.*", extras=True),
     "npu-kernels verify --model MODEL": Run(_THE_SAME),
     "npu-kernels verify --model MODEL --dataset texts.jsonl --steps 50": Run(_THE_SAME, extras=True),
     "npu-kernels prove": Run(r".*npu-kernels-prove/prove-[\w-]+\.zip"),
@@ -121,6 +123,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("PEFT, and minutes", "tests/cli/test_fit.py"): (
         "npu-kernels fit --model CONFIG --memory 80 --devices 8 --trainer grpo --lora 16 --json",
     ),
+    ("each option of fit", "tests/cli/test_fit.py"): ("npu-kernels fit --model CONFIG --memory 80 --seq 4096",),
     ("the hub's configs; the predictions of the page are held to their files", "tests/examples/test_recipes.py"): (
         "npu-kernels fit --model Qwen/Qwen3-0.6B --memory 80 --seq 2048 --batch 8",
         "npu-kernels fit --model Qwen/Qwen3-8B --memory 80 --seq 2048 --batch 4 --lora 16",
