@@ -65,7 +65,7 @@ PARTS = (
     Part("checks", 3, 300.0, quick=2),
     Part("kernels", 5, 300.0, quick=2),
     Part("steps", 5, 900.0, quick=2),
-    Part("convergence", 4, 900.0),
+    Part("convergence", 4, 900.0, quick=0),
     Part("ranks", 2, 900.0, quick=0),
     Part("table", 3, 600.0),
 )
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=FOLDER,
                         help=f"folder for the journal and the archive (default {FOLDER})")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
-                        help="measure one or two items of each part, to see that the command works")  # fmt: skip
+                        help="measure one or two items of most parts, to see that the command works")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="try again what was wrong, failed or absent before")
 
 

@@ -41,7 +41,7 @@ def test_the_kernels_add_no_communication(wrapper, talks, lengths, one_rank):
     assert ours["ran"]["linear_cross_entropy"] == ranks.WARMUP + 2
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_a_trainers_step_on_ranks")
 def test_two_ranks_of_every_wrapper(tmp_path):
     """One start of the ranks. Under tp they have one batch, and half of the experts' columns each."""
     output = tmp_path / "r.json"

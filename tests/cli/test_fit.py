@@ -371,7 +371,6 @@ MEASURED = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("op", "shape", "workload"), MEASURED)
 @pytest.mark.parametrize("variant", fit_check.STEPS_OF)
 def test_committed_steps(op, shape, workload, variant):

@@ -277,7 +277,7 @@ def test_a_dry_run_stores_nothing(model, times, two_ops, capsys):
     assert tuned.machines() == {}
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_a_dry_run_stores_nothing")
 def test_it_measures_for_real(model, capsys):
     assert main(["tune", "--model", model, "--tokens", "16", "--dry-run"]) == 0
     captured = capsys.readouterr()

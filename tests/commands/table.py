@@ -9,7 +9,7 @@ runs.
 import re
 from dataclasses import dataclass
 
-__all__ = ["ELSEWHERE", "RUN", "SMALLER", "USER", "Run", "as_run"]
+__all__ = ["ELSEWHERE", "LOGGED", "RUN", "SMALLER", "USER", "Run", "as_run"]
 
 # The user's own model, which is tiny here. There is no hub for the ids of real ones.
 USER = {r"\b(?:CONFIG|MODEL)\b": "tiny"}
@@ -28,6 +28,8 @@ class Run:
     extras: bool = False
 
 
+# Options with which TRL's command logs each step, and saves what `npu-kernels compare` reads.
+LOGGED = "--save_strategy steps --save_steps 3 --logging_steps 1 --seed 7"
 # A smaller size of a command, by the command after `USER`: the reason why it is not run as it stands, and what is run.
 SMALLER = {
     "python examples/sft.py --use_npu_kernels": (
@@ -37,6 +39,9 @@ SMALLER = {
     "npu-kernels tune --model tiny": ("512 tokens of every op", "npu-kernels tune --model tiny --tokens 64"),
     "npu-kernels tune --model tiny --tokens 8192": (
         "8192 tokens of every op", "npu-kernels tune --model tiny --tokens 64",
+    ),
+    "npu-kernels fit --model tiny --memory 80": (
+        "hundreds of rows of the tiny model fit", "npu-kernels fit --model tiny --memory 2.1",
     ),
     "npu-kernels verify --model tiny": (
         "50 steps of 7 runs", "npu-kernels verify --model tiny --steps 2 --noise-runs 2 --sequence-length 32",
@@ -50,14 +55,15 @@ SMALLER = {
     "make demo": ("all of it takes five minutes", "make demo DEMO=--quick VENV=$EXTRAS"),
     "npu-kernels run trl sft --config examples/recipes/sft.yaml": (
         "the model and the data are the hub's; this prints and runs the same with tiny ones",
-        "python examples/recipes/tiny.py sft",
+        f"python examples/recipes/tiny.py sft {LOGGED}",
     ),
     "npu-kernels bench --quick --only rms_norm": (
         "all rows of the op", "npu-kernels bench --quick --only 'rms_norm/N=2048 H=160/float32/reference'",
     ),
     "npu-kernels COMMAND --help": (
         "all commands at once",
-        "for each in run doctor tune compile fit verify compare prove bench; do npu-kernels $each --help; done",
+        "for each in run doctor tune compile fit verify compare prove bench; do npu-kernels $each --help || exit 1; "
+        "done",
     ),
 }  # fmt: skip
 
@@ -69,8 +75,7 @@ RUN = {
     "python examples/sft.py --use_npu_kernels": Run(_WRITTEN),
     "npu-kernels tune --model CONFIG": Run(r".*tuned\.json.*"),
     "npu-kernels tune --model CONFIG --tokens 8192": Run(r".*tuned\.json.*"),
-    "npu-kernels fit --model CONFIG --memory 80": Run(r".+", extras=True),
-    "npu-kernels fit --model CONFIG --memory 80 --seq 4096": Run(r".+", extras=True),
+    "npu-kernels fit --model CONFIG --memory 80": Run(r"Fits: .* at micro-batches of \d+.*", extras=True),
     "npu-kernels verify --model MODEL": Run(_THE_SAME),
     "npu-kernels verify --model MODEL --dataset texts.jsonl --steps 50": Run(_THE_SAME, extras=True),
     "npu-kernels prove": Run(r".*npu-kernels-prove/prove-[\w-]+\.zip"),
@@ -78,8 +83,9 @@ RUN = {
     "npu-kernels compare runs/plain runs/sft --figure compared.png": Run(r"compared\.png", extras=True),
     "npu-kernels bench --quick --only rms_norm": Run(r".*npu-kernels-bench.*"),
     "npu-kernels run train.py --lr 1e-4": Run(r"npu-kernels run: .* put into LlamaForCausalLM.*|\{'train_runtime.*"),
-    "npu-kernels run trl sft --config examples/recipes/sft.yaml": Run(r".*'train_runtime'.*", extras=True),
-    "python examples/recipes/tiny.py sft": Run(r".*'train_runtime'.*", extras=True),
+    "npu-kernels run trl sft --config examples/recipes/sft.yaml": Run(
+        r".*Model saved to .*/runs/recipes/sft/out\.", extras=True
+    ),
     'eval "$(npu-kernels run --print-env)"': Run(r""),
     'npu-kernels run --print-env | sed "s/^export //" >> ~/.deepspeed_env': Run(r""),
     "npu-kernels COMMAND --help": Run(r".*"),
@@ -121,6 +127,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("PEFT, and minutes", "tests/cli/test_fit.py"): (
         "npu-kernels fit --model CONFIG --memory 80 --devices 8 --trainer grpo --lora 16 --json",
     ),
+    ("each option of fit", "tests/cli/test_fit.py"): ("npu-kernels fit --model CONFIG --memory 80 --seq 4096",),
     ("the hub's configs; the predictions of the page are held to their files", "tests/examples/test_recipes.py"): (
         "npu-kernels fit --model Qwen/Qwen3-0.6B --memory 80 --seq 2048 --batch 8",
         "npu-kernels fit --model Qwen/Qwen3-8B --memory 80 --seq 2048 --batch 4 --lora 16",
@@ -138,7 +145,8 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
         "npu-kernels run trl sft --config examples/recipes/sft-moe.yaml",
         "npu-kernels run --tiled-mlp 8192 trl sft --config examples/recipes/long-context.yaml",
         "npu-kernels run trl sft --config examples/recipes/two-devices.yaml",
-        "python examples/recipes/tiny.py sft-lora", "python examples/recipes/tiny.py qlora",
+        "python examples/recipes/tiny.py sft", "python examples/recipes/tiny.py sft-lora",
+        "python examples/recipes/tiny.py qlora",
         "python examples/recipes/tiny.py dpo", "python examples/recipes/tiny.py grpo",
         "python examples/recipes/tiny.py grpo --max_steps 5", "python examples/recipes/tiny.py sft-moe",
         "python examples/recipes/tiny.py long-context", "python examples/recipes/tiny.py two-devices",

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.commands.environment import Environment, checkout, distributions
 from tests.commands.pages import ROOT, commands
-from tests.commands.table import ELSEWHERE, RUN, SMALLER, USER, as_run
+from tests.commands.table import ELSEWHERE, LOGGED, RUN, SMALLER, USER, as_run
 
 sys.path.append(str(ROOT / "examples"))
 from _common import byte_level_tokenizer
@@ -142,9 +142,8 @@ def test_the_first_environment_has_what_its_row_installs_and_no_more(machine):
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
 def test_a_recipe_with_and_without_and_both_side_by_side(machine, recipe):
     """The recipe's tiny switch, `NPU_KERNELS_RUN=0` and `npu-kernels compare`, as the page says."""
-    logged = "--save_strategy steps --save_steps 3 --logging_steps 1 --seed 7"
     for name, switch in (("with", ""), ("without", "NPU_KERNELS_RUN=0 ")):
-        code, output = machine.run(f"{switch}python examples/recipes/tiny.py {recipe} {logged}", True)
+        code, output = machine.run(f"{switch}python examples/recipes/tiny.py {recipe} {LOGGED}", True)
         assert code == 0, output[-6000:]
         assert (" put into " in output) == (name == "with")
         assert machine.run(f"mv runs/recipes/{recipe}/out {recipe}-{name}")[0] == 0

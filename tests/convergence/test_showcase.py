@@ -54,7 +54,7 @@ def test_text_is_not_held_out_and_trained_on(tmp_path: Path) -> None:
     assert trainer.train_dataset["labels"] == trainer.train_dataset["input_ids"]
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_text_is_not_held_out_and_trained_on")
 def test_another_process_plays_the_same_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "NOISE_RUNS", 2)
     first = Workshop(tmp_path, "cpu")
@@ -69,7 +69,7 @@ def test_another_process_plays_the_same_completions(tmp_path: Path, monkeypatch:
     assert {path.suffix for path in tmp_path.iterdir()} <= {"", ".pt", ".6b-sums"}, "what was being written was left"
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_text_is_not_held_out_and_trained_on")
 def test_several_at_a_time_and_a_second_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "NOISE_RUNS", 2)
     monkeypatch.setattr(pool, "get_context", lambda start: warm.context())
@@ -107,7 +107,7 @@ class Inline:
         return done
 
 
-@pytest.mark.full
+@pytest.mark.full(quick="test_text_is_not_held_out_and_trained_on")
 def test_faults_are_planted_beside_runs_that_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "NOISE_RUNS", 2)
     monkeypatch.setattr(pool, "_workshop", Workshop(tmp_path, "cpu"))

@@ -216,7 +216,6 @@ def test_the_command_of_fit_is_that_of_the_recipe(name):
     assert {row["checkpointing"] for row in predicted["rows"]} == {fields["gradient_checkpointing"]}
 
 
-@pytest.mark.full("kernels")
 @pytest.mark.parametrize("variant", ["plain", "kernels"])
 def test_a_prediction_is_that_of_today(variant):
     """Of the recipe that takes least time to predict."""

@@ -17,8 +17,6 @@ from npu_trainer_kernels.patching.patch import LateRefusal
 from tests.closeness import assert_op_close
 
 MODELS = Path(transformers.__file__).parent / "models"
-# Importing every model and probing its functions takes half a minute.
-PARTS = 8
 # What no form covers, and why.
 LEFT = {
     "clvp.apply_rotary_pos_emb": "three tensors",
@@ -105,18 +103,11 @@ def test_forms_of_models(name, form):
     assert str(rope_form(function_of(name))) == form
 
 
-@pytest.mark.full(*map(str, range(1, PARTS)))
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_rotation_of_transformers_is_recognised_but_those_that_are_named_here(part):
+def test_every_rotation_of_transformers_is_recognised_but_those_that_are_named_here():
     same = every_rotation()
     assert sum(map(len, same)) > 200
-    mine = same[part::PARTS]
-    left = [names for names in mine if rope_form(function_of(names[0])) is None]
-    assert {name for names in left for name in names} == {name for names in mine for name in names} & set(LEFT)
-
-
-def test_every_rotation_that_is_left_is_there():
-    assert set(LEFT) <= {name for names in every_rotation() for name in names}
+    left = [names for names in same if rope_form(function_of(names[0])) is None]
+    assert {name for names in left for name in names} == set(LEFT)
 
 
 def test_rotations_with_another_helper_are_not_taken_for_the_same():

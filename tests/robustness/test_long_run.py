@@ -27,10 +27,11 @@ import npu_trainer_kernels
 from npu_trainer_kernels import NpuKernelsCallback
 from npu_trainer_kernels.patching import PATCHES, apply
 
-pytestmark = pytest.mark.full
-
+# After how many steps it is measured first, how many a window has, and the last step.
 FIRST, WINDOW, LAST = 500, 250, 2000
 LEAK_LAST = FIRST + WINDOW
+SHORT = 60, 30, 150
+LONG = pytest.mark.full(quick="test_caches_of_a_short_run_do_not_grow")
 # The least that is kept of anything: a block of Python's allocator, or 32 bytes of C's on 64 bits.
 SMALLEST_KEPT = {"blocks": 1, "heap": 32}
 SMALLEST = {
@@ -71,16 +72,17 @@ class Rows(torch.utils.data.IterableDataset):
 
 
 class Growth(TrainerCallback):
-    """What there is after step FIRST and after every window."""
+    """What there is after the first step that counts and after every window."""
 
-    def __init__(self, leaks: bool) -> None:
+    def __init__(self, leaks: bool, first: int = FIRST, window: int = WINDOW) -> None:
+        self.first, self.window = first, window
         self.seen: list[dict[str, int]] = []
         self.leak: list[torch.Tensor] | None = [] if leaks else None
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.leak is not None:
             self.leak += torch.zeros(1000), torch.zeros(1000)
-        if state.global_step >= FIRST and (state.global_step - FIRST) % WINDOW == 0:
+        if state.global_step >= self.first and (state.global_step - self.first) % self.window == 0:
             gc.collect()
             now = {
                 "blocks": sys.getallocatedblocks(),
@@ -91,12 +93,14 @@ class Growth(TrainerCallback):
 
 
 def main(kind: str) -> None:
-    """Trains `plain`, with the `kernels`, or with kernels and a `leak`; prints how much each window has added."""
+    """Trains `plain`, with the `kernels`, a `short` run of these, or with kernels and a `leak`; prints how much each
+    window has added."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    growth = Growth(kind == "leak")
+    first, window, last = SHORT if kind == "short" else (FIRST, WINDOW, LEAK_LAST if kind == "leak" else LAST)
+    growth = Growth(kind == "leak", first, window)
     arguments: dict[str, Any] = {
-        "output_dir": "unused", "max_steps": LEAK_LAST if kind == "leak" else LAST, "per_device_train_batch_size": 1,
+        "output_dir": "unused", "max_steps": last, "per_device_train_batch_size": 1,
         "report_to": [], "save_strategy": "no", "logging_steps": 50, "use_cpu": True, "disable_tqdm": True,
         "optim": "sgd",
     }  # fmt: skip
@@ -137,6 +141,7 @@ def more_than_plain(windows: dict[str, list[dict[str, int]]], kind: str, what: s
     return statistics.median(a[what] - b[what] for a, b in zip(windows[kind], windows["plain"], strict=False))
 
 
+@LONG
 @pytest.mark.parametrize("what", SMALLEST_KEPT)
 def test_memory_does_not_grow(windows, what):
     limit = WINDOW * SMALLEST_KEPT[what] / 2
@@ -145,8 +150,17 @@ def test_memory_does_not_grow(windows, what):
     assert more_than_plain(windows, "leak", what) > limit
 
 
+@LONG
 def test_caches_and_compiled_kernels_do_not_grow(windows):
     assert [window["cached"] for window in windows["kernels"]] == [0] * ((LAST - FIRST) // WINDOW)
+
+
+def test_caches_of_a_short_run_do_not_grow(tmp_path):
+    with start("short", tmp_path) as process:
+        printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0
+    first, window, last = SHORT
+    assert [each["cached"] for each in json.loads(printed.splitlines()[-1])] == [0] * ((last - first) // window)
 
 
 if __name__ == "__main__":
