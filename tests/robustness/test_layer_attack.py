@@ -38,6 +38,8 @@ def play(actions: list[tuple[Any, ...]], repeated: bool) -> Pair:
             pair.forward()
             pair.backward(len(pair.losses) - 1, keep=True)
             pair.forward(given_[0])
+            pair.backward(len(pair.losses) - 1)
+            pair.backward(len(pair.losses) - 1)
         elif name == "forward":
             pair.forward(given_[0])
         elif name == "backward":
