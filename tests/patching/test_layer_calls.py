@@ -381,7 +381,7 @@ def test_fault_router_logits(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **options: clone(tensor.detach(), **options))
     else:
         # What was collected is not remembered for the repetition of the call.
-        monkeypatch.setattr(layer_capture._Repeated, "collects", property(lambda _: (), lambda *_: None))
+        monkeypatch.setattr(layer_capture.Repeated, "collects", property(lambda _: (), lambda *_: None))
     with pytest.raises((AssertionError, CheckpointError)):
         compare()
 

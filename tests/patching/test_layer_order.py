@@ -1,5 +1,6 @@
-"""Order, owner and thread of captured layers: whatever comes gets its own code or a clear error, never another's memory."""
+"""Order, owner and thread of captured layers: what comes gets its own code or an error, never another's memory."""
 
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import recording_now
 from npu_trainer_kernels.patching.layers import layer_capture
+from npu_trainer_kernels.patching.layers.stand_ins import OnThisThread
 from tests.models import small_model
 from tests.patching.captured import FULL, Twins, assert_same
 from tests.patching.padded import of_transformers
@@ -20,6 +22,7 @@ from tests.robustness.layer_attack import Layer, Pair, grads
 ELSEWHERE = "another thread called its layers first, and graphs are replayed on one thread"
 ANOTHER_ORDER = "layers come in another order than they were captured in"
 AWAITS = "another forward awaits its backward"
+KEPT = "other code keeps a result of a layer beyond the forward"
 
 ORDERS: dict[str, Callable[[random.Random, int], list[int]]] = {
     "exchanged": lambda _, step: [1, 0, 2] if step > 3 else [0, 1, 2],
@@ -40,12 +43,12 @@ def test_layers_in_any_order(name: str, repeated: bool) -> None:
         pair.forward(order)
         pair.backward(0)
     assert pair.made.replayed > 0
-    assert set(pair.made.reasons) <= {AWAITS, ANOTHER_ORDER, "it gets other arguments than the layers before it"}
+    assert set(pair.made.reasons) <= {AWAITS, ANOTHER_ORDER, KEPT, "it gets other arguments than the layers before it"}
 
 
 def test_an_order_that_stays_is_captured_anew() -> None:
     pair = Pair()
-    for order in (4 * ([0, 1, 2],) + 6 * ([2, 0, 1],)):
+    for order in 4 * ([0, 1, 2],) + 6 * ([2, 0, 1],):
         before = pair.made.replayed
         pair.forward(order)
         pair.backward(0)
@@ -153,7 +156,7 @@ def test_groups_of_layers_that_a_checkpoint_repeats() -> None:
     pair = Pair()
     for reentrant in (True, False):
         for _ in range(4):
-            pair.forward(through=lambda run, x: checkpoint(run, x, use_reentrant=reentrant))
+            pair.forward(through=functools.partial(checkpoint, use_reentrant=reentrant))
             pair.backward(0)
 
 
@@ -223,7 +226,7 @@ def test_another_thread_sees_the_parameters_themselves_during_a_capture(meanwhil
 def test_fault_a_capture_exchanges_parameters_for_every_thread(
     meanwhile: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_capture._OnThisThread, "_seen", lambda parameters: parameters._others)
+    monkeypatch.setattr(OnThisThread, "_seen", lambda parameters: parameters._others)
     original = HERE[0]
     failed: list[str] = []
 
@@ -307,11 +310,11 @@ def test_fault_every_thread_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_result_that_is_kept_is_nobody_elses_memory() -> None:
     """Also where another layer than the last one of the list has made it."""
     pair = Pair()
-    for order in (4 * ([0, 1, 2],) + 4 * ([0, 1],) + 4 * ([2, 1, 0],)):
+    for order in 4 * ([0, 1, 2],) + 4 * ([0, 1],) + 4 * ([2, 1, 0],):
         pair.forward(order)
         pair.backward(0)
         pair.check()
-    assert "other code keeps a result of a layer beyond the forward" in pair.made.reasons
+    assert KEPT in pair.made.reasons
     pair.outputs.clear()
     before = pair.made.replayed
     pair.forward([2, 1, 0], keep=False)

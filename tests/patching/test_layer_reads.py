@@ -14,6 +14,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,19 +157,17 @@ MEMBERS: dict[str, Member] = {
     "global set in": Member(
         lambda _: 3.0 if 3 in STATE["set"] else 1.0,
         lambda _, v: STATE.setdefault("set", set()).update({3} if v > 1 else ()),
-    ),  # fmt: skip
+    ),
     "class attribute": Member(lambda _: Schedule.value, lambda _, v: setattr(Schedule, "value", v)),
     "inherited attribute": Member(lambda s: s.held.value, lambda _, v: setattr(Schedule, "value", v), Inherits),
     "shadowed attribute": Member(lambda s: s.held.value, lambda s, v: setattr(s.held, "value", v), Inherits),
-    "shadowed in a subclass": Member(
-        lambda s: s.held.value, lambda s, v: setattr(Inherits, "value", v), Inherits
-    ),  # fmt: skip
+    "shadowed in a subclass": Member(lambda s: s.held.value, lambda s, v: setattr(Inherits, "value", v), Inherits),
     "type of self": Member(lambda s: type(s.held).value, lambda _, v: setattr(Schedule, "value", v), Schedule),
     "attribute of a module": Member(lambda s: s.scale, lambda s, v: setattr(s, "scale", v)),
     "attribute of an object": Member(lambda s: s.held.own, lambda s, v: setattr(s.held, "own", v), Schedule),
     "computed name": Member(
         lambda s: getattr(s.held, "".join(("ow", "n"))), lambda s, v: setattr(s.held, "own", v), Schedule
-    ),  # fmt: skip
+    ),
     "vars": Member(lambda s: vars(s.held)["own"], lambda s, v: setattr(s.held, "own", v), Schedule),
     "property": Member(lambda s: s.held.derived, lambda s, v: setattr(s.held, "own", v), Schedule),
     "method": Member(lambda s: s.held.method(), lambda s, v: setattr(s.held, "own", v), Schedule),
@@ -179,7 +178,7 @@ MEMBERS: dict[str, Member] = {
     "metaclass": Member(lambda _: OfMeta.value, _of_state("meta")),
     "dataclass": Member(
         lambda s: s.held.inner.value, lambda s, v: setattr(s.held.inner, "value", v), lambda: Options(inner=Options())
-    ),  # fmt: skip
+    ),
     "namespace": Member(lambda s: s.held.value, lambda s, v: setattr(s.held, "value", v), types.SimpleNamespace),
     "list": Member(lambda s: s.held[0], lambda s, v: s.held.__setitem__(0, v), lambda: [1.0]),
     "length of a list": Member(lambda s: len(s.held), lambda s, v: s.held.extend([0] * int(v)), list),
@@ -187,7 +186,7 @@ MEMBERS: dict[str, Member] = {
     "user dict": Member(lambda s: s.held["a"], lambda s, v: s.held.update(a=v), collections.UserDict),
     "tuple of objects": Member(
         lambda s: s.held[0].own, lambda s, v: setattr(s.held[0], "own", v), lambda: (Schedule(),)
-    ),  # fmt: skip
+    ),
     "array": Member(lambda s: float(s.held[0]), lambda s, v: s.held.__setitem__(0, v), lambda: np.ones(2)),
     "module of Python": Member(lambda _: MODULE.value, lambda _, v: setattr(MODULE, "value", v)),  # type: ignore[attr-defined]
     "closure": Member(CLOSURE, lambda _, v: PUT(v)),
@@ -198,44 +197,42 @@ MEMBERS: dict[str, Member] = {
         lambda s: s.held(s),
         lambda s, v: v > 1 and setattr(s.held, "__code__", other.__code__),
         lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
-    ),  # fmt: skip
+    ),
     "attribute of a function": Member(
         lambda s: s.held.scale,
         lambda s, v: setattr(s.held, "scale", v),
         lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
-    ),  # fmt: skip
+    ),
     "decorator": Member(decorated(lambda _: 1.0), _of_state("decorated")),
     "partial": Member(
         lambda s: s.held(),
         lambda s, v: s.held.args[0].__setitem__(0, v),
         lambda: functools.partial(lambda values: values[0], [1.0]),
-    ),  # fmt: skip
+    ),
     "weak reference": Member(
         lambda s: s.held[0]().own,
         lambda s, v: setattr(s.held[1], "own", v),
         lambda: (lambda one: (weakref.ref(one), one))(Schedule()),
-    ),  # fmt: skip
+    ),
     "cache that was cleared": Member(lambda _: cached(), lambda _, v: (set_number(v), cached.cache_clear())),
     "context variable": Member(lambda _: VARIABLE.get(), lambda _, v: VARIABLE.set(v)),
-    "environment": Member(
-        lambda _: float(os.environ["FACTOR"]), lambda _, v: os.environ.__setitem__("FACTOR", str(v))
-    ),  # fmt: skip
+    "environment": Member(lambda _: float(os.environ["FACTOR"]), lambda _, v: os.environ.__setitem__("FACTOR", str(v))),
     "environment that is absent": Member(
         lambda _: float(os.environ.get("NO_FACTOR", 1.0)),
         lambda _, v: v > 1 and os.environ.__setitem__("NO_FACTOR", str(v)),
-    ),  # fmt: skip
+    ),
     "torch's dtype": Member(
         lambda _: 3.0 if torch.get_default_dtype() == torch.float64 else 1.0,
         lambda _, v: torch.set_default_dtype(torch.float64 if v > 1 else torch.float32),
-    ),  # fmt: skip
+    ),
     "torch's flag": Member(
         lambda _: 3.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
         lambda _, v: torch.use_deterministic_algorithms(v > 1),
-    ),  # fmt: skip
+    ),
     "torch's backend": Member(
         lambda _: 3.0 if torch.backends.mkldnn.deterministic else 1.0,
         lambda _, v: setattr(torch.backends.mkldnn, "deterministic", v > 1),
-    ),  # fmt: skip
+    ),
 }
 
 
@@ -366,9 +363,9 @@ DECLINED: dict[str, tuple[Factor, str]] = {
     "monotonic": (lambda _: time.monotonic(), "calls time.monotonic"),
     "count": (lambda _: float(next(COUNTER)), "calls builtins.next"),
     "loop over an iterator": (
-        lambda _: float([each for each, _ in zip(COUNTER, [1], strict=False)][0]),
+        lambda _: float(sum(each for each, _ in zip(COUNTER, [1], strict=False))),
         "a count, which cannot be compared",
-    ),  # fmt: skip
+    ),
     "attribute": (counts, "a call of it changes"),
     "global": (counts_in_a_global, "sets NUMBER"),
     "nonlocal": (counts_in_a_closure(), "sets count"),
@@ -378,7 +375,7 @@ DECLINED: dict[str, tuple[Factor, str]] = {
     "context variable": (sets_a_variable, "sets the context variable factor"),
     "generator": (of_a_generator, "calls builtins.next"),
     "local of a thread": (local, "a call of it changes|cannot be compared"),
-    "file": (lambda _: float(len(open(__file__).read())), "calls .*open"),
+    "file": (lambda _: float(len(Path(__file__).read_text())), "calls .*open"),
     "globals": (lambda _: globals()["NUMBER"], "calls builtins.globals"),
 }
 

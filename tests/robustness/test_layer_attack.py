@@ -38,6 +38,8 @@ def play(actions: list[tuple[Any, ...]], repeated: bool) -> Pair:
             pair.forward()
             pair.backward(len(pair.losses) - 1, keep=True)
             pair.forward(given_[0])
+            pair.backward(len(pair.losses) - 1)
+            pair.backward(len(pair.losses) - 1)
         elif name == "forward":
             pair.forward(given_[0])
         elif name == "backward":
@@ -80,6 +82,7 @@ def _turns(patch: pytest.MonkeyPatch) -> None:
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pieces_module, "_keeps_graph", lambda: False)
+    patch.setattr(layer_capture.Mode, "is_kept", lambda _: False)  # what a graph saves is kept, too
     patch.setattr(Reading, "over", False)
     patch.setattr(pieces_module, "increment_version", lambda _: None)
 

@@ -157,7 +157,6 @@ class Bucket:
         """Discards all graphs."""
         self.layers, self.inputs, self.results, self.last, self.captured = {}, [], {}, -1, 0
         self.released = self.disordered = False
-        self.called.clear()
         self.restarts += 1
 
     def restarts_in_order(self) -> bool:
@@ -165,6 +164,7 @@ class Bucket:
         if not self.disordered or self.restarts == _MOST_RESTARTS:
             return False
         self.restart()
+        self.called.clear()  # a forward begins
         return True
 
     @property

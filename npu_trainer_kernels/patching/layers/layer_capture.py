@@ -6,17 +6,13 @@ layer that differs runs its own code, and the report says why.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import dataclasses
 import functools
 import itertools
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,7 +30,7 @@ from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS, derived
 from ..patch import PLAIN, Site, is_transformed
 from ..undo import Undo
-from .buckets import MOST_VARIANTS, NUMBERS, Bucket, Captured, Input, Mode, Turn, bucket
+from .buckets import MOST_VARIANTS, Bucket, Captured, Input, Mode, Turn, bucket
 from .call_arguments import CallArguments, Now, outputs_of
 from .device_waits import DeviceWaits
 from .layer_state import (
@@ -45,6 +41,8 @@ from .layer_state import (
     hooked,
     is_checkpointed,
 )
+from .repeated_calls import Repeated, number_now, repeatable, repeated_now
+from .stand_ins import exchanged
 from .weight_slots import WeightSlots
 
 __all__ = ["LayerCapture"]
@@ -53,45 +51,6 @@ _MOST_GRAPHS = 8192
 _MOST_BUCKETS = 512
 """The largest number of graphs of one model, and of buckets of one mode, most of which may be waiting for their second
 call. Beyond these numbers the capture discards the least recently used bucket."""
-
-
-class _OnThisThread(dict[str, Any]):
-    """The parameters of a module; on the thread that makes it, others are in their places. Other threads may list
-    parameters meanwhile, or run the module."""
-
-    def __init__(self, own: dict[str, Any], others: dict[int, nn.Parameter]) -> None:
-        super().__init__(own)
-        self._others = {name: None if p is None else others[id(p)] for name, p in own.items()}
-        self._thread = threading.get_ident()
-
-    def _seen(self) -> dict[str, Any]:
-        return self._others if threading.get_ident() == self._thread else dict(super().items())
-
-    def __getitem__(self, name: str) -> Any:
-        return self._seen()[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._seen().get(name, default)
-
-    def items(self) -> Any:
-        return self._seen().items()
-
-    def values(self) -> Any:
-        return self._seen().values()
-
-
-@contextlib.contextmanager
-def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Inside the `with` block a layer has other parameters on this thread: `others` has one for the id of each of the
-    layer's own."""
-    own = [(module.__dict__, module._parameters) for module in layer.modules()]
-    try:
-        for where, parameters in own:
-            where["_parameters"] = _OnThisThread(parameters, others)
-        yield
-    finally:
-        for where, parameters in own:
-            where["_parameters"] = parameters
 
 
 def _is_saved_elsewhere() -> bool:
@@ -104,52 +63,12 @@ def _is_saved_elsewhere() -> bool:
         return True
 
 
-@dataclass
-class _Repeated:
-    """A checkpoint's call of a layer. The checkpoint repeats the call before its backward, and the repetition must run
-    as the call did.
-
-    The layer's arguments do not identify the repetition: before transformers 5.23 a checkpoint also repeats the hooks
-    of FSDP2, which pass other tensors to the layer the second time.
-
-    Attributes:
-        layer: the layer.
-        replayed: whether the call was a replay; False: it was the layer's own code; None: it was not made yet.
-        collects: the names of the outputs that transformers' hooks collected in the call.
-        number: the call's turn. The memory of graphs that a checkpoint repeats is the call's from its repetition on.
-    """
-
-    layer: nn.Module
-    replayed: bool | None = None
-    collects: tuple[str, ...] = ()
-    number: int = dataclasses.field(default_factory=NUMBERS.__next__)
-
-
-_repeated: contextvars.ContextVar[_Repeated | None] = contextvars.ContextVar("npu_kernels_repeated", default=None)
-"""The checkpoint's call that is made, or repeated, on this thread."""
-
 _SAVED_ELSEWHERE = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
 _ELSEWHERE = "another thread called its layers first, and graphs are replayed on one thread"
 
 _BY = "_npu_kernels_captures_by"
 _CHECKPOINT = "_gradient_checkpointing_func"
 """The attribute of a layer that holds the function which transformers calls as `checkpoint(function, *args)`."""
-
-
-def _number_now() -> int:
-    """Returns the number of the turn of a call whose graphs keep nothing beyond the backward that follows it."""
-    repeated = _repeated.get()
-    return next(NUMBERS) if repeated is None else repeated.number
-
-
-def _repeatable(repeated: _Repeated, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a layer's function for a checkpoint, in the first call and in its repetition, which comes on another thread
-    where that computes gradients."""
-    token = _repeated.set(repeated)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _repeated.reset(token)
 
 
 class LayerCapture:
@@ -296,11 +215,11 @@ class LayerCapture:
                 return original(layer, *args, **kwargs)
             if not self._owner.is_here():
                 return original(layer, *args, **kwargs)
-            checkpoint, repeated, thread = own[_CHECKPOINT], _Repeated(layer), threading.get_ident()
+            checkpoint, repeated, thread = own[_CHECKPOINT], Repeated(layer), threading.get_ident()
 
             def named(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
                 if threading.get_ident() == thread:  # others may find this function meanwhile
-                    function = functools.partial(_repeatable, repeated, function)
+                    function = functools.partial(repeatable, repeated, function)
                 return checkpoint(function, *given, **options)
 
             own[_CHECKPOINT] = named
@@ -335,7 +254,7 @@ class LayerCapture:
         hidden = next(iter((*args, *kwargs.values())), None)
         ready: Callable[[], Any] | str = ""
         repeats = is_checkpointed(layer)
-        first = _repeated.get() if repeats else None
+        first = repeated_now() if repeats else None
         owned = (first is not None and first.layer is layer) or self._owner.is_here()
         names = tuple(collected_outputs() or ())
         if first is not None and first.replayed is not None and not names:
@@ -367,7 +286,7 @@ class LayerCapture:
     def _runs_own(self, layer: nn.Module) -> None:
         """Notes that a layer runs its own code: a checkpoint's repetition of this call must run it, too. (The first
         call of a reentrant checkpoint has no gradients; its repetition may be a replay.)"""
-        repeated = _repeated.get()
+        repeated = repeated_now()
         if repeated is not None and repeated.layer is layer and repeated.replayed is None and is_checkpointed(layer):
             repeated.replayed = False
 
@@ -503,7 +422,7 @@ class LayerCapture:
                 return "other code keeps a result of a layer beyond the forward"
             turn = Turn(spot)
             mode.turn, mode.returned = weakref.ref(turn), []
-        pieces, mask, number = found.pieces, flat.mask, _number_now() if turn is None else turn.number
+        pieces, mask, number = found.pieces, flat.mask, number_now() if turn is None else turn.number
         assert pieces is not None
 
         def replay() -> Any:
@@ -609,7 +528,7 @@ class LayerCapture:
             mask = flat.mask
             recorded = RecordedCall(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
             lists: dict[str, list[Any]] = {name: [] for name in collects}
-            with recorded.on(), _exchanged(layer, stand_ins), collects_into(lists):
+            with recorded.on(), exchanged(layer, stand_ins), collects_into(lists):
                 results, put = outputs_of(*flat.call(functools.partial(original, layer), tensors))
             found.collected = [name for name, each in lists.items() for _ in each]
             results += [each for every in lists.values() for each in every]
