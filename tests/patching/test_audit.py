@@ -473,7 +473,8 @@ def test_a_layer_that_evaluation_would_change_stays_in_training_mode():
     """bitsandbytes packs 4-bit weights for good on a CPU in evaluation mode, which an audit sets if a model draws."""
 
     def forward(self, x):
-        assert self.training or torch.is_grad_enabled()
+        if not self.training and not torch.is_grad_enabled():
+            raise RuntimeError("packed")
         return nn.functional.linear(x, self.weight)
 
     packs = type("Linear4bit", (nn.Linear,), {"forward": forward, "__module__": "bitsandbytes.nn.modules"})
