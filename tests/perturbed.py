@@ -64,8 +64,8 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_exact(values: list[torch.Tensor]) -> bool:
-    """Whether all are integers, whose sums are the same in any order."""
-    return all(bool((v == v.round()).all()) for v in values if v.is_floating_point())
+    """Whether all are multiples of a sixteenth, whose sums are the same in any order."""
+    return all(bool((v * 16 == (v * 16).round()).all()) for v in values if v.is_floating_point())
 
 
 def _move(value: torch.Tensor, seed: int) -> None:
