@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["PRODUCTS", "Perturbed", "asks_for_bits"]
 
 _aten = torch.ops.aten
-PRODUCTS = {
-    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot, _aten._grouped_mm,
-    _aten.linear, _aten.matmul, _aten.convolution, _aten.convolution_backward, _aten.mkldnn_linear,
-    _aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _aten._scaled_dot_product_attention_math,
-}  # fmt: skip
+_NAMES = """
+    mm addmm bmm baddbmm mv addmv dot vdot _grouped_mm linear matmul convolution convolution_backward mkldnn_linear
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_attention_math
+"""
+# The oldest torch lacks some of them.
+PRODUCTS = {getattr(_aten, name) for name in _NAMES.split() if hasattr(_aten, name)}
 """The operators whose results are moved."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -64,8 +65,8 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_exact(values: list[torch.Tensor]) -> bool:
-    """Whether all are integers, whose sums are the same in any order."""
-    return all(bool((v == v.round()).all()) for v in values if v.is_floating_point())
+    """Whether all are multiples of a sixteenth, whose sums are the same in any order."""
+    return all(bool((v * 16 == (v * 16).round()).all()) for v in values if v.is_floating_point())
 
 
 def _move(value: torch.Tensor, seed: int) -> None:
