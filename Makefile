@@ -13,7 +13,7 @@ LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-hub-kernels test-zero3 test-frameworks \
+.PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-names test-hub-kernels test-zero3 test-frameworks \
 	test-families test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle \
 	docs test-site site-tools bench lock release clean
 
@@ -79,6 +79,15 @@ test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest whos
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__version__"
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) tests/patching/test_trl.py \
 		$(if $(QUICK),$(addprefix tests/training/test_,grpo.py grpo_runs.py trl_trainers.py),tests/training)
+
+# Each version is laid over the environment; its own requirements need not be met, since the tests import torch alone.
+VERSIONS ?= transformers==4.55.4 transformers==5.22.2 transformers==5.23.0 transformers==5.24.0 trl==1.15.0 trl==1.16.0
+
+test-names: $(STAMP)  ## which names of other projects a version has no longer: VERSIONS="transformers==5.24.0 trl==1.16.0"
+	for version in $(VERSIONS); do \
+		$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/names/$$version $$version || exit 1; \
+		echo "$$version:"; PYTHONPATH=$(VENV)/names/$$version $(BIN)/python -m pytest -q --noconftest tests/test_names.py || exit 1; \
+	done
 
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3

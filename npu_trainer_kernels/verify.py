@@ -46,13 +46,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
-import transformers
-from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .callback import NpuKernelsCallback
 from .patching import Report
+from .support.foreign import dtype_argument
 from .support.switch import RUN
 
 __all__ = [
@@ -80,8 +79,6 @@ Arguments = TypeVar("Arguments", bound=TrainingArguments)
 K = {"fp32": 3.0, "bf16": 3.0, "bf16-autocast": 3.0}
 PRECISIONS = tuple(K)
 NOISE_RUNS = 5
-# The name of the argument of `from_pretrained` since transformers 4.56, and before.
-_DTYPE = "dtype" if Version("4.56") <= Version(transformers.__version__) else "torch_dtype"
 WINDOW = 5
 TOP_K = 5
 # The maximum per tensor: enough for its root mean square, and five runs of a large model fit in memory.
@@ -685,7 +682,7 @@ def verify(
             on_run(variant)
         with TemporaryDirectory() as folder:
             trainer = Trainer(
-                model=AutoModelForCausalLM.from_pretrained(model_name_or_path, **{_DTYPE: dtype}),
+                model=AutoModelForCausalLM.from_pretrained(model_name_or_path, **{dtype_argument(): dtype}),
                 args=_training_arguments(folder, steps, batch_size, learning_rate, precision, seed),
                 train_dataset=train_dataset,
                 data_collator=default_data_collator,

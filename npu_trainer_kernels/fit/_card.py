@@ -13,11 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import device as devices
 from ..ops.launch import use_launcher
+from ..support.foreign import at_least
 
 __all__ = ["LIBRARIES", "NoValues", "deciding", "fused_heads", "scratch", "standing_in"]
 
@@ -30,7 +30,7 @@ forward, and one for the thread of backward."""
 _MOST_HEAD = 256  # the largest head of flash attention in PyTorch, and of cuDNN on Hopper
 
 # On Hopper PyTorch prefers cuDNN if it is newer than 9.15, as in the CUDA builds of torch 2.11.
-_CUDNN_FIRST = Version(torch.__version__) >= Version("2.11")
+_CUDNN_FIRST = at_least("torch", "2.11")
 
 
 def _h200(memory: int) -> devices.DeviceSpec:

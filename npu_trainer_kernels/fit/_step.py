@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,7 @@ from ..patching import apply_npu_kernels
 from ..patching.call import use_plan
 from ..patching.classes import original_class
 from ..patching.learned_plan import LearnedPlan
+from ..support.foreign import dtype_argument
 from ._card import LIBRARIES, NoValues, deciding, fused_heads, scratch, standing_in
 from ._graphs import capturing
 from ._ledger import Ledger
@@ -33,9 +33,6 @@ from ._setup import VARIANTS, Prediction, Setup
 from ._sharding import FIRST_BUCKET, beside, shares_of, units_of
 
 __all__ = ["predict"]
-
-# The name of the argument since transformers 4.56, and before.
-_DTYPE = "dtype" if Version("4.56") <= Version(transformers.__version__) else "torch_dtype"
 
 # A number of tokens is captured when it occurs for the second time.
 _STEPS_TO_REPLAY = 3
@@ -55,7 +52,7 @@ def _built(config: Any, setup: Setup, trained: bool = True) -> nn.Module:
     """Creates a model on the meta device: the one that is trained, or one that is not."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            model = transformers.AutoModelForCausalLM.from_config(config, **{_DTYPE: setup.dtype})
+            model = transformers.AutoModelForCausalLM.from_config(config, **{dtype_argument(): setup.dtype})
     except _NO_MODEL as error:
         raise ValueError(f"no model can be made of it: {type(error).__name__}: {error}") from error
     model.config.use_cache = False

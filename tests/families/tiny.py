@@ -255,6 +255,14 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "XmodConfig": {"default_language": "en_XX"},
     "ReformerConfig": {"is_decoder": True, "axial_pos_embds": False, "num_buckets": 4},
+    # Codes of images and of sound are tokens, one range behind the other.
+    "WavTokenizerEncoderConfig": {"codebook_dim": 64},
+    "Apertus1p5Config": {"image_token_offset": 160, "audio_token_offset": 160 + 64},
+    # Layers before, in and behind a loop, which has to have a layer.
+    "DoryConfig": {
+        "num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "Blip2Config": {"image_token_index": VOCABULARY - 1},
     "InstructBlipConfig": {"image_token_index": VOCABULARY - 1},
     "InstructBlipVideoConfig": {"video_token_index": VOCABULARY - 1},

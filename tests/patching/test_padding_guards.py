@@ -175,6 +175,20 @@ def test_checkpointed_layers_keep_no_cache_whatever_is_asked_for():
         assert kernels.report().ran[OP] == 1
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_without_gradients_there_is_a_cache_where_the_model_has_one(checkpoints):
+    """transformers 5.24 keeps it under checkpointing, since nothing is computed twice; before, it dropped it."""
+    model = made("llama", torch.float32, "eager")
+    model.config.use_cache = True
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    with torch.no_grad():
+        expected = model(input_ids=IDS, attention_mask=MASK)
+        with apply_npu_kernels(model, ops=[OP]):
+            found = model(input_ids=IDS, attention_mask=MASK)
+    assert list(found) == list(expected)
+
+
 def test_a_cache_that_is_given():
     model = made("llama", torch.float32, "eager").eval()
     with torch.no_grad():

@@ -142,6 +142,10 @@ NOT = {
         wrapping(lambda forward, self, x, mask=None, *args, **kwargs: forward(self, x, None, *args, **kwargs)),
         "changes its attention_mask",
     ),
+    "another module": (
+        wrapping(lambda forward, self, *args, **kwargs: forward(nn.Identity(), *args, **kwargs)),
+        "gives it other arguments",
+    ),
     "called twice": (
         wrapping(lambda forward, *args, **kwargs: (forward(*args, **kwargs), forward(*args, **kwargs))[1]),
         "calls it 2 times",
@@ -194,6 +198,10 @@ def test_left_alone(name: str) -> None:
     assert isinstance(found, str)
     assert found.startswith("its forward is decorated by ")
     assert found.endswith(f", which {why}")
+
+
+def test_an_object_that_is_called() -> None:
+    assert plain_forward(layer(functools.partial)) == "its forward is no function, but of type partial"
 
 
 def test_what_does_not_hand_on_and_names_nothing_is_a_forward_with_a_variable() -> None:

@@ -26,7 +26,6 @@ KINDS = {
     "mpt": {},  # biases by the distance from the last place
     "falcon": {},  # an attention of its own, whose heads a list of one index selects
     "falcon alibi": {"alibi": True},
-    "gpt_neo": {},  # adds its mask to its scores
     "llama4_text": {},  # attends in chunks of eight tokens
 }
 DIFFERS = "its logits differ from those of its own forward"
@@ -77,8 +76,8 @@ def test_drawn_tokens_are_those_of_generate_with_the_same_seed():
 
 
 def test_the_step_is_kept_and_reads_the_weights_as_they_are():
-    model, rollouts = served("gpt_neo", keep=True)
-    plain, steps = plain_model("gpt_neo"), []
+    model, rollouts = served("falcon", keep=True)
+    plain, steps = plain_model("falcon"), []
     for seed in range(3):
         given = prompts(seed=seed)
         assert completions(model, given, greedy(10))[0] == alone(plain, given, greedy(10))
@@ -255,7 +254,7 @@ def test_a_chunk_that_begins_elsewhere_is_seen(off, monkeypatch):
     assert DIFFERS in _reason_of(served("llama4_text")[0], prompts((7, 8, 8)))
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "gpt_neo"])
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
 def test_a_token_that_does_not_see_itself_is_seen(kind, monkeypatch):
     monkeypatch.setattr(
         MaskedDecoding, "mask", lambda self: (torch.arange(self.longest) < self.written[:, None]).long()
@@ -291,5 +290,5 @@ def test_places_of_a_row_before_are_seen(monkeypatch):
         raising=False,
     )  # fmt: skip
     given = prompts((15, 14, 3, 4))[:3]
-    completions(served("gpt_neo", most_rows=3)[0], given, greedy(8))  # nobody had these places before
-    assert DIFFERS in _reason_of(served("gpt_neo", most_rows=2)[0], given)
+    completions(served("falcon", most_rows=3)[0], given, greedy(8))  # nobody had these places before
+    assert DIFFERS in _reason_of(served("falcon", most_rows=2)[0], given)

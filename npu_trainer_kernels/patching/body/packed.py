@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from packaging.version import Version
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
@@ -31,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...capture import Refused, recording_now, seam, unwatched
 from ...ops.attention import Segments, trial, unserved, varlen_attention
+from ...support.foreign import at_least
 from ..classes import derived, original_class
 from ..parallel import serve_inside
 from ..undo import Undo
@@ -473,7 +473,7 @@ def packed_row(packing: Packing) -> Iterator[None]:
 _BY = "_npu_kernels_packs_by"
 # Before torch 2.8 Dynamo takes an entry of a module's `__dict__` for the property of that name, so the configuration
 # has a second entry.
-_OWN, _RECURSES = "_npu_kernels_config", Version(torch.__version__) < Version("2.8")
+_OWN, _RECURSES = "_npu_kernels_config", not at_least("torch", "2.8")
 
 
 def _config_of_call(by: Undo) -> property:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ...ops.attention import uploaded
 from ...support.errors import one_line
-from ...support.foreign import CACHES
+from ...support.foreign import CACHES, drops_cache_without_gradients
 from ...support.opaque import paused, traced
 from ..call import CallSettings, current_call, generates
 from ..classes import forward_of, original_class
@@ -402,6 +402,7 @@ def _passed_on(kind: Any) -> tuple[str, ...]:
     return ("attention_mask",) if takes_any and getattr(kind, "_is_stateful", False) else ()
 
 
+_DROPS_ANYWAY = drops_cache_without_gradients()
 _NO_BATCH = "its forward takes no ids and mask"
 _WORTH = 0.1
 """The fraction of positions that must be padding for mixers to be called apart. Around a mixer the
@@ -466,7 +467,8 @@ def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
     call = current_call()
     if not module.training:
         return call is None or call.settings.eval_caches
-    return not (getattr(module, "gradient_checkpointing", False) or (call is not None and not call.settings.caches))
+    checkpoints = getattr(module, "gradient_checkpointing", False) and (torch.is_grad_enabled() or _DROPS_ANYWAY)
+    return not (checkpoints or (call is not None and not call.settings.caches))
 
 
 def _may_promise(form: BodyForm, module: nn.Module, config: Any, given: dict[str, Any]) -> bool:
