@@ -371,7 +371,11 @@ class NpuKernelsCallback(TrainerCallback):
         """Warns of what the installed versions cost this run (`gains`)."""
         assert self._handle is not None
         # TRL's trainers generate with the model that they train, or with vLLM.
-        generates = hasattr(trainer, "generation_config") and not getattr(trainer.args, "use_vllm", False)
+        generates = (
+            trainer is not None
+            and hasattr(trainer, "generation_config")
+            and not getattr(trainer.args, "use_vllm", False)
+        )
         losses = losses_of(self._handle, generates=generates)
         if losses is None:
             return

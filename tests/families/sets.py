@@ -51,7 +51,7 @@ _WORTH = {
     "rollouts": ("2026-11-26-nvidia-h100-sixteenth-round-rollouts.json", "completions",
                  "qwen3-0.6b 8x(64..128+512)", "generate", "steps"),
 }  # fmt: skip
-_NONE = "nothing of it is recognised"
+_NONE = "this version serves less of it"
 # The reasons of a small model whose code does not run.
 _FAILED = re.compile("no miniature of it can be made|a small model of it raises|its small model has no weights")
 
@@ -123,12 +123,18 @@ def columns_of(promises: Promises) -> dict[str, Column]:
     """The columns that a file has."""
     return {
         version: {
-            name: Found(family.cls, served, family.default)
+            name: Found(family.cls, _all_known(served), family.default)
             for name, family in promises.families.items()
             if (served := family.by_version[version]) is not None
         }
         for version in promises.versions
     }
+
+
+def _all_known(served: Served) -> Served:
+    """The same with a reason for each gain that every column looks at and no version had when the file was written."""
+    lacking = {"padding", "prompts"} - served.gains
+    return Served(served.ops, served.gains, {**dict.fromkeys(lacking, frozenset({_NONE})), **served.why})
 
 
 def document(columns: Mapping[str, Column], beside: Mapping[str, str]) -> dict[str, Any]:
