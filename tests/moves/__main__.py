@@ -45,6 +45,8 @@ def main() -> int:
         return [family for i, family in enumerate(batch) if i == list(KINDS).index(kind) % len(batch)]
 
     kinds = [*KINDS, *FAULTS] if options.kinds is None else options.kinds
+    said = ["--quick"] * options.quick + (["--kinds", *options.kinds] if options.kinds else [])
+    command = " ".join(["python -m tests.moves", *options.only, *said])
     moves, faults = ([kind for kind in kinds if kind in known] for known in (KINDS, FAULTS))
     beside = {"llama"} if options.quick else set()
     started, failed, table = time.monotonic(), 0, dict[str, Any]()
@@ -56,7 +58,7 @@ def main() -> int:
         for name, each in wrong.items():
             print(f"    FAIL {name}: {each}", flush=True)
         if options.json:
-            facts = {"command": sys.argv[1:], "transformers": metadata.version("transformers"), "found": table}
+            facts = {"command": command, "transformers": metadata.version("transformers"), "found": table}
             options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
     for at in range(0, len(chosen) if moves else 0, _BATCH):
