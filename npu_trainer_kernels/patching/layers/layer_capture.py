@@ -418,10 +418,10 @@ class LayerCapture:
             spot.disordered = True
             return "it gets other arguments than the layers before it"
         if mode.keeps and turn is None:
-            if mode.is_kept():
+            if mode.is_kept(tensors, found.memory):
                 return "other code keeps a result of a layer beyond the forward"
             turn = Turn(spot)
-            mode.turn, mode.returned = weakref.ref(turn), []
+            mode.begins(turn)
         pieces, mask, number = found.pieces, flat.mask, number_now() if turn is None else turn.number
         assert pieces is not None
 
@@ -442,7 +442,7 @@ class LayerCapture:
             own = len(results) - len(found.collected)
             # The outputs that hooks collect are read after other layers have run.
             copies = own if mode.keeps and not self._is_seen_after(layer) else 0
-            mode.returned += map(weakref.ref, results[:copies])
+            mode.returned += ((found.memory, weakref.ref(each)) for each in results[:copies])
             results = (*results[:copies], *(t.clone() for t in results[copies:]))
             lists = collected_outputs()
             if lists is not None:
