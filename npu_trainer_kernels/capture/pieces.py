@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 
 from ..ops.checks import values_unread
 from ..ops.host import refused
-from .graph import Graph, Recorder
+from .graph import Graph, Recorder, uncollected
 from .reads import Reads
 from .tape import Nothing, Refused, Watch
 from .watched import Watched, torch_settings
@@ -392,6 +392,7 @@ def capture(
     keeps: bool = True,
     known: bool = False,
     watch: Callable[[Reads | None, tuple[Any, ...]], Watched] | None = None,
+    reads: Reads | None = None,
 ) -> Pieces:
     """Captures a function, with its gradients if gradients are enabled.
 
@@ -414,6 +415,8 @@ def capture(
             runs once, since its operators were checked.
         watch: makes a watch of what the function's code reads (`Pieces.watched`), from the code that ran (None: it was
             not looked at) and PyTorch's settings.
+        reads: the code that ran when the same function was looked at with inputs of other sizes, if nothing that this
+            code reads has changed since; then its operators are checked again, and its code is not.
 
     Raises:
         Refused: the function cannot be captured.
@@ -432,7 +435,8 @@ def capture(
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
         with unpacked, values_unread():
-            reads = None if known else _look(function, inputs, wanted, fixed, recorder, layouts, joined)
+            if not known:
+                reads = _look(function, inputs, wanted, fixed, recorder, layouts, joined, reads)
             watched = None if watch is None else _watched(watch(reads, settings), reads, inputs)
             pieces = _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:
@@ -481,12 +485,14 @@ def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
 def _look(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], wanted: list[Any],
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], joined: Sequence[torch.Tensor],
+    known: Reads | None,
 ) -> Reads:  # fmt: skip
     """Runs the function with every operator and all of its code checked. What it starts (libraries, compilers) is
     started then. Returns the code that ran."""
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
-    with Reads(lambda: watch.target is None) as reads, recorder.recording(watch, look=True), _set(recording):
+    looks = Reads(lambda: watch.target is None) if known is None else contextlib.nullcontext(known)
+    with uncollected(), looks as reads, recorder.recording(watch, look=True), _set(recording):
         watch.target = Nothing()
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]

@@ -269,9 +269,12 @@ class Watched:
         self._follow_unknown(reads)
 
     def _follow_unknown(self, reads: Reads) -> None:
-        """Follows functions that ran and that no object leads to."""
-        missing = [code for at, (code, _) in reads.codes.items() if at not in self._found and code.co_freevars
-                   and not reads.is_made_inside(code)]  # fmt: skip
+        """Follows functions that ran and that no object leads to, for what they close over. A method that closes over
+        its class alone has nothing to follow; finding a function by its code takes a walk over all objects."""
+        missing = [
+            code for at, (code, _) in reads.codes.items()
+            if at not in self._found and {*code.co_freevars} - {"__class__"} and not reads.is_made_inside(code)
+        ]  # fmt: skip
         if missing:
             functions = [each for each in gc.get_referrers(*missing) if isinstance(each, types.FunctionType)]
             self._open += [(each, each.__qualname__, True) for each in functions if reads.runs(each.__code__)]

@@ -51,7 +51,7 @@ class PoolRecorder:
     def no_room(self) -> str | None:
         return None
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
+    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
         assert self._watch is not None
         self._ledger.enter("graphs")
         self._open = True

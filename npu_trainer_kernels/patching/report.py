@@ -222,7 +222,7 @@ class Report:
         plain = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("sites", "left_alone", "audits", "capture", "rollouts", "beside")
+            if f.name not in ("sites", "left_alone", "audits", "capture", "rollouts", "plans", "beside")
         }
         return {
             **plain,

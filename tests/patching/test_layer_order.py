@@ -322,6 +322,6 @@ def test_a_result_that_is_kept_is_nobody_elses_memory() -> None:
 
 
 def test_fault_nobody_looks_whether_a_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_capture.Mode, "is_kept", lambda _: False)
+    monkeypatch.setattr(layer_capture.Mode, "is_kept", lambda *_: False)
     with pytest.raises(AssertionError, match="a result was written to"):
         test_a_result_that_is_kept_is_nobody_elses_memory()

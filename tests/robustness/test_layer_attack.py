@@ -82,7 +82,7 @@ def _turns(patch: pytest.MonkeyPatch) -> None:
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pieces_module, "_keeps_graph", lambda: False)
-    patch.setattr(layer_capture.Mode, "is_kept", lambda _: False)  # what a graph saves is kept, too
+    patch.setattr(layer_capture.Mode, "is_kept", lambda *_: False)  # what a graph saves is kept, too
     patch.setattr(Reading, "over", False)
     patch.setattr(pieces_module, "increment_version", lambda _: None)
 

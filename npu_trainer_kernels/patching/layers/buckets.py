@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,17 +187,32 @@ class Mode:
     buckets: OrderedDict[tuple[Any, ...], Bucket] = field(default_factory=OrderedDict)
     open: Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
-    returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """The results of the last turn that are where graphs write: another turn must find them gone."""
+    returned: list[tuple[Memory, weakref.ref[torch.Tensor]]] = field(default_factory=list)
+    """The results of the last turn that are where graphs write, each with what its layer writes to: another turn must
+    find them gone."""
 
     def awaits(self) -> Turn | None:
         """Returns the turn whose backward is to come, or None. A turn is gone with the graph of autograd."""
         turn = self.turn()
         return turn if turn is not None and turn.pending else None
 
-    def is_kept(self) -> bool:
-        """Whether other code keeps a result of the last turn."""
-        return any(each() is not None for each in self.returned)
+    def is_kept(self, given: Sequence[torch.Tensor], memory: Memory) -> bool:
+        """Whether other code keeps a result of the last turn.
+
+        A layer that trains nothing, and is given nothing with a gradient, has no node of autograd, and its turn is gone
+        with its call. Then the next layer begins a turn, and is given the result that this one has returned.
+
+        Args:
+            given: the arguments of the layer that begins a turn.
+            memory: what the layer writes to.
+        """
+        kept = ((wrote, result) for wrote, each in self.returned if (result := each()) is not None)
+        return any(wrote is memory or all(result is not each for each in given) for wrote, result in kept)
+
+    def begins(self, turn: Turn) -> None:
+        """Begins a turn. What the layer that begins it was given must be gone before the next one."""
+        self.turn = weakref.ref(turn)
+        self.returned = [(wrote, each) for wrote, each in self.returned if each() is not None]
 
     def comes_often(self, spot: Bucket, calls: int) -> bool:
         """Whether a bucket has come so often that it is expected to come often enough.

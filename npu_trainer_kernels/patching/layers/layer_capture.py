@@ -107,6 +107,9 @@ class LayerCapture:
         self._within_forward = False  # captures begin with a forward
         self._followers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._slots: dict[Any, WeightSlots] = {}
+        self._looked: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Reads, LayerState]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._asked_at = 0, 0
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
@@ -418,10 +421,10 @@ class LayerCapture:
             spot.disordered = True
             return "it gets other arguments than the layers before it"
         if mode.keeps and turn is None:
-            if mode.is_kept():
+            if mode.is_kept(tensors, found.memory):
                 return "other code keeps a result of a layer beyond the forward"
             turn = Turn(spot)
-            mode.turn, mode.returned = weakref.ref(turn), []
+            mode.begins(turn)
         pieces, mask, number = found.pieces, flat.mask, number_now() if turn is None else turn.number
         assert pieces is not None
 
@@ -442,7 +445,7 @@ class LayerCapture:
             own = len(results) - len(found.collected)
             # The outputs that hooks collect are read after other layers have run.
             copies = own if mode.keeps and not self._is_seen_after(layer) else 0
-            mode.returned += map(weakref.ref, results[:copies])
+            mode.returned += ((found.memory, weakref.ref(each)) for each in results[:copies])
             results = (*results[:copies], *(t.clone() for t in results[copies:]))
             lists = collected_outputs()
             if lists is not None:
@@ -542,14 +545,23 @@ class LayerCapture:
 
         def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
             states.append(LayerState(layer, moves, reads=reads, settings=settings))
+            if reads is not None:
+                looked[kind] = reads, states[-1]
             return states[-1].values
+
+        # Seeing the code takes longer than all else of a capture. It is taken to be the same for other numbers of
+        # tokens, as long as nothing has changed that it reads.
+        kind, looked = (id(mode), collects, flat.kinds()), self._looked.setdefault(layer, {})
+        reads, before = looked.get(kind, (None, None))
+        if before is not None and not before.holds():
+            reads = None
 
         sites, states = self._sites(), [found.state]
         counts = [(site, site.ran, site.declined.copy()) for site in sites]
         try:
             found.pieces = capture(
                 function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
-                mode.recorder, joined=joined, keeps=mode.keeps, watch=watch,
+                mode.recorder, joined=joined, keeps=mode.keeps, watch=watch, reads=reads,
             )  # fmt: skip
         except Refused as error:
             if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
