@@ -19,7 +19,7 @@ import torch
 from ..device import graph_class
 from .tape import Refused, Tape, Watch
 
-__all__ = ["Graph", "Recorder", "recorder_for"]
+__all__ = ["Graph", "Recorder", "recorder_for", "uncollected"]
 
 
 class Graph(Protocol):
@@ -100,9 +100,10 @@ _one_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Inside the `with` block nothing is collected, since graphs must not be destroyed during a capture; and no other
-    thread captures, which would switch the collector on again, and which the device's generator cannot bear."""
+def uncollected() -> Iterator[None]:
+    """Inside the `with` block nothing is collected, since graphs must not be destroyed during a capture, and what Python
+    calls then (`gc.callbacks`, finalizers) is no code of a function that is looked at. No other thread captures, which
+    would switch the collector on again, and which the device's generator cannot bear."""
     with _one_at_a_time:
         collects = gc.isenabled()
         gc.disable()
@@ -141,7 +142,7 @@ class DeviceRecorder:
         # A capture belongs to a thread, and gradients of a device are computed on another one otherwise.
         threads = torch.autograd.set_multithreading_enabled(False)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_uncollected())
+            stack.enter_context(uncollected())
             stack.enter_context(self._module.stream(self._stream))
             stack.enter_context(threads)
             if look:

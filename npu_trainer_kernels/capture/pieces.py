@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 
 from ..ops.checks import values_unread
 from ..ops.host import refused
-from .graph import Graph, Recorder
+from .graph import Graph, Recorder, uncollected
 from .reads import Reads
 from .tape import Nothing, Refused, Watch
 from .watched import Watched, torch_settings
@@ -486,7 +486,8 @@ def _look(
     started then. Returns the code that ran."""
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
-    with Reads(lambda: watch.target is None) as reads, recorder.recording(watch, look=True), _set(recording):
+    reads = Reads(lambda: watch.target is None)
+    with uncollected(), reads, recorder.recording(watch, look=True), _set(recording):
         watch.target = Nothing()
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]
