@@ -101,9 +101,9 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside the `with` block nothing is collected, since graphs must not be destroyed during a capture, and what Python
-    calls then (`gc.callbacks`, finalizers) is no code of a function that is looked at. No other thread captures, which
-    would switch the collector on again, and which the device's generator cannot bear."""
+    """Inside the `with` block nothing is collected, since graphs must not be destroyed during a capture, and what
+    Python calls then (`gc.callbacks`, finalizers) is no code of a function that is looked at. No other thread captures,
+    which would switch the collector on again, and which the device's generator cannot bear."""
     with _one_at_a_time:
         collects = gc.isenabled()
         gc.disable()

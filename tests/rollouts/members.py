@@ -353,6 +353,21 @@ def _closure() -> Member:
     return Member(run, None, 3)
 
 
+def _cell() -> Member:
+    inside = 1.0
+
+    def change(mlp: Any) -> None:
+        nonlocal inside
+        inside *= -3.0
+
+    def run(model: Any) -> Any:
+        nonlocal inside
+        inside = 1.0
+        return _scaled(lambda module: inside, change)(model)
+
+    return Member(run, None, 3)
+
+
 def _counted(module: Any) -> float:
     module.calls += 1
     return 1.0 + module.calls % 3
@@ -372,6 +387,7 @@ PYTHON = {
     "an entry of a dictionary": Member(_scaled(lambda module: FACTORS["mlp"], _set_entry), None, 3),
     "a held object": Member(_scaled(lambda module: module.holder.factor, _set_held), None, 3),
     "a closure": _closure(),
+    "a variable of a closure": _cell(),
     "drawn by random": Member(_scaled(lambda module: 1 + random.random(), _nothing), "draws"),
     "drawn by NumPy": Member(_scaled(lambda module: 1 + float(np.random.rand()), _nothing), "draws"),
     "counted": Member(_scaled(_counted, _nothing), "_counted"),
