@@ -19,7 +19,7 @@ import torch
 from ..device import graph_class
 from .tape import Refused, Tape, Watch
 
-__all__ = ["Graph", "Recorder", "recorder_for"]
+__all__ = ["Graph", "Recorder", "recorder_for", "uncollected"]
 
 
 class Graph(Protocol):

@@ -107,6 +107,8 @@ class Known:
         if isinstance(error, Unserved | Refused) and not isinstance(error, _Draws):
             self.refused = reason if self.unserved is None or isinstance(error, Differs) else self.unserved
             return self.refused
+        if self.unserved is not None and not self.steps:  # its own code has not attended in any step
+            reason = self.unserved
         self.failures[reason] += 1
         if self.failures[reason] >= _FAILURES:
             self.refused = reason

@@ -350,7 +350,22 @@ def _closure() -> Member:
         inside[0] = 1.0
         return _scaled(factor, change)(model)
 
-    return Member(run, "inside")
+    return Member(run, None, 3)
+
+
+def _cell() -> Member:
+    inside = 1.0
+
+    def change(mlp: Any) -> None:
+        nonlocal inside
+        inside *= -3.0
+
+    def run(model: Any) -> Any:
+        nonlocal inside
+        inside = 1.0
+        return _scaled(lambda module: inside, change)(model)
+
+    return Member(run, None, 3)
 
 
 def _counted(module: Any) -> float:
@@ -369,9 +384,10 @@ PYTHON = {
     "a global, not kept": Member(_scaled(lambda module: FACTOR, _set_global), None, 3, keep=False),
     "a class": Member(_scaled(lambda module: type(module).shared, _set_class), None, 3),
     "an attribute": Member(_scaled(lambda module: 1.0 + module.calls, _set_attribute), None, 3),
-    "an entry of a dictionary": Member(_scaled(lambda module: FACTORS["mlp"], _set_entry), "FACTORS"),
-    "a held object": Member(_scaled(lambda module: module.holder.factor, _set_held), "holder"),
+    "an entry of a dictionary": Member(_scaled(lambda module: FACTORS["mlp"], _set_entry), None, 3),
+    "a held object": Member(_scaled(lambda module: module.holder.factor, _set_held), None, 3),
     "a closure": _closure(),
+    "a variable of a closure": _cell(),
     "drawn by random": Member(_scaled(lambda module: 1 + random.random(), _nothing), "draws"),
     "drawn by NumPy": Member(_scaled(lambda module: 1 + float(np.random.rand()), _nothing), "draws"),
     "counted": Member(_scaled(_counted, _nothing), "_counted"),

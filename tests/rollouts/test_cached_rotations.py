@@ -3,6 +3,7 @@ step has the same tokens wherever it is not."""
 
 import copy
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.patching.modules import CACHED_ROTATION, cached_rotation
-from npu_trainer_kernels.rollouts import decode
+from npu_trainer_kernels.rollouts import decode, serve
 from npu_trainer_kernels.rollouts import rollout_cache as cache_module
 from tests.models import small_model
 
@@ -48,16 +49,10 @@ def test_families(family):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the op is called with."""
-    made = []
-
-    def spy(*given, **options):
-        made.append(options)
-        return original(*given, **options)
-
-    original = cache_module.qk_norm_rope_append
+    """The calls of the op. A function of this module that notes them would make the step one that changes a list."""
+    spy = Mock(wraps=cache_module.qk_norm_rope_append)
     monkeypatch.setattr(cache_module, "qk_norm_rope_append", spy)
-    return made
+    return spy.call_args_list
 
 
 def same_tokens(model, plain, count=8):
@@ -72,7 +67,7 @@ def test_a_step_makes_one_call_for_each_layer(family, normed, calls):
     assert rollouts.engine.rollouts == 1
     # A capture runs the step twice.
     assert len(calls) == 2 * model.config.num_hidden_layers
-    assert all((options["norm"] is not None) == normed for options in calls)
+    assert all((call.kwargs["norm"] is not None) == normed for call in calls)
 
 
 def test_nothing_is_left_of_it(monkeypatch):
@@ -89,7 +84,7 @@ def test_nothing_is_left_of_it(monkeypatch):
         assert not same()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode, "capture", stops)
+    monkeypatch.setattr(cache_module, "qk_norm_rope_append", stops)
     with pytest.raises(KeyboardInterrupt):
         completions(model, prompts(), greedy(4))
     assert same()
@@ -120,14 +115,25 @@ def _other_eps(model):
     [(_hook, True, False), (_other_forward, False, False), (_other_eps, True, False)],
     ids=["a hook of a norm", "a forward of an instance", "norms of two forms"],
 )
-def test_changed_models(change, calls_made, norms_moved, calls):
+def test_changed_models(change, calls_made, norms_moved, calls, monkeypatch):
+    # Hooks of other code are left to `generate`; a norm with one that is let pass has to be called, too.
+    monkeypatch.setattr(serve, "other_code", lambda model, shared: None)
     model, plain = small_model("qwen3").eval(), small_model("qwen3").eval()
     change(model)
     change(plain)
     serve_rollouts(apply_npu_kernels(model, backend="torch"))
     same_tokens(model, plain)
     assert bool(calls) == calls_made
-    assert all((options["norm"] is not None) == norms_moved for options in calls)
+    assert all((call.kwargs["norm"] is not None) == norms_moved for call in calls)
+
+
+def test_a_hooked_norm_is_left_to_generate(calls):
+    model = small_model("qwen3").eval()
+    _hook(model)
+    serve_rollouts(apply_npu_kernels(model, backend="torch"))
+    with pytest.raises(ValueError, match=r"other code has hooked model\.layers\.0\.self_attn\.q_norm"):
+        completions(model, prompts(), greedy(4))
+    assert calls == []
 
 
 @pytest.mark.parametrize("without", ["rope", "rms_norm"])
@@ -136,7 +142,7 @@ def test_without_the_ops_whose_place_it_takes(without, calls):
     serve_rollouts(apply_npu_kernels(model, ops=sorted({"rope", "rms_norm"} - {without}), backend="torch"))
     same_tokens(model, small_model("qwen3").eval())
     assert bool(calls) == (without != "rope")
-    assert all(options["norm"] is None for options in calls)
+    assert all(call.kwargs["norm"] is None for call in calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -55,7 +55,7 @@ def step_of(family, layers, monkeypatch, autocast=False, **overrides):
     """The kernels of one step of a model with so many layers, in bf16 or as TRL trains: fp32 weights under autocast."""
     kinds = Counter()
 
-    def counted(step, inputs, parameters, fixed, recorder, known):
+    def counted(step, inputs, parameters, fixed, recorder, known, watch):
         # As in a capture: ops do not stand aside, no check reads values, and autocast keeps no cast.
         with values_unread(), Kernels() as kernels, launch.use_launcher(kernels.launch):
             step()

@@ -2,6 +2,7 @@
 say why. Each check that a kind depends on is taken out once, and the members must then be seen to differ."""
 
 import contextlib
+import gc
 import sys
 import time
 
@@ -71,6 +72,28 @@ def test_it_is_as_without_captured_steps(kind, name):
     else:
         assert all(member.reason in reason for reason in engine.reasons), str(engine)
         assert engine.reasons, str(engine)
+
+
+_collections = 0
+
+
+def _counts_collections(phase, info):
+    global _collections
+    _collections += 1
+
+
+def test_a_collection_of_garbage_is_no_code_of_the_model():
+    """Libraries have functions in `gc.callbacks`, which Python calls at any place of any code."""
+    threshold = gc.get_threshold()
+    gc.callbacks.append(_counts_collections)
+    gc.set_threshold(1)
+    try:
+        _, engine = _outcome(KINDS["python"]["a global"])
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(_counts_collections)
+    assert _collections
+    assert (engine.rollouts, engine.reasons) == (3, {}), str(engine)
 
 
 @pytest.mark.parametrize(
