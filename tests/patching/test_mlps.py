@@ -132,6 +132,9 @@ def test_a_call_by_name_is_served():
         found = by_name(mlp, x)
         assert torch.equal(found, mlp(x))
         assert (kernels.report().ran, kernels.report().declined) == ({"swiglu": 2}, [])
+        with pytest.raises(TypeError):
+            mlp(x, x)
+        assert [each.reason for each in kernels.report().declined] == ["more than one tensor is given"]
     exact = mlp(x)
     assert torch.allclose(found, exact, rtol=1e-5, atol=1e-6)
 

@@ -111,6 +111,9 @@ def test_an_embedding_that_is_called_by_name_is_served():
     with apply_npu_kernels(model, ops=["embedding"]) as kernels:
         assert torch.equal(model.inner(input_ids=ROW), expected)
         assert (kernels.report().ran, kernels.report().declined) == ({"embedding": 1}, [])
+        with pytest.raises(TypeError):
+            model.inner(ROW, ROW)
+        assert [each.reason for each in kernels.report().declined] == ["it is given something else than ids"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,6 +168,9 @@ def test_a_head_that_is_called_by_name_is_served():
         found = outcome(model, by_name)
         assert sum(kernels.report().ran.values()) == 1
         assert kernels.report().declined == []
+        with pytest.raises(TypeError):
+            model.lm_head(torch.ones(1, 2, 48), IDS)
+        assert [each.reason for each in kernels.report().declined] == ["it is given more than hidden states"]
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
