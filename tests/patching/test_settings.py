@@ -2,12 +2,15 @@
 
 import copy
 import functools
+import itertools
 import math
+import random
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching.probe import unseen
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
 from tests.patching.padded import loss_of, padded, values
