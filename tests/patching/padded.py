@@ -1,6 +1,7 @@
 """What the tests of packed bodies have in common: batches, and the comparison with the unpatched model."""
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -154,3 +155,10 @@ CHECKPOINTS: dict[str, Callable[[Any], Any]] = {
     "torch, not reentrant": of_torch(CheckpointImpl.NO_REENTRANT, "DecoderLayer"),
     "torch, attention alone": of_torch(CheckpointImpl.NO_REENTRANT, "Attention"),
 }
+
+
+def of_package(name: str, function: Any) -> Any:
+    """A function as if a module of this name had it: code of a known package may keep what it likes, while that of a
+    user which keeps its calls is not run for a look (`probe.traces`)."""
+    space = {**function.__globals__, "__name__": name}
+    return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)

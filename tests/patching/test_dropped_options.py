@@ -48,6 +48,7 @@ def warned(
 def test_what_is_dropped_is_named_once(family: str, options: dict[str, Any], dropped: str, choose: str) -> None:
     (text,) = warned(family, **options)
     assert text.startswith(f"NPU kernels: {STARTS} {dropped} on this device")
+    assert "without a word: the model's own results are wrong" in text
     assert text.endswith(f'Choose attn_implementation="{choose}"')
 
 

@@ -666,3 +666,18 @@ def test_a_padded_batch_and_the_loss_of_the_router(router_logits):
         ran = kernels.report().ran
         assert (ran[OP], ran["varlen_attention"]) == (2, 1)
     assert_outcome_close(model, found, expected, truth, lambda: outcome(plain))
+
+
+class InDouble(nn.Module):
+    """As an adapter in fp64 computes a weight."""
+
+    def forward(self, weight):
+        return weight.double()
+
+
+def test_adapted_weights_of_another_dtype(monkeypatch):
+    module = nn.Linear(2, 3)
+    parametrize.register_parametrization(module, "weight", InDouble(), unsafe=True)
+    monkeypatch.setattr(experts_module, "_ADAPTERS", __name__)
+    reason = experts_module._no_weights(module, "weight")
+    assert reason == "its adapted weights are no plain float32, bfloat16 or float16 tensors"

@@ -60,6 +60,7 @@ def function(own: Any) -> Any:
             for n in parameters
         ]
     )
+    Func.__module__ = "kernels.layer.func"
     return Func()
 
 

@@ -19,6 +19,7 @@ from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.families.tiny import model_class, tiny_config
 from tests.models import in_double, small_model
+from tests.patching.padded import of_package
 from tests.patching.test_padding import compare, live_and_distinct, padded, progress, values
 
 OPS = ("varlen_attention",)
@@ -208,13 +209,12 @@ def noting(kind: Any, seen: dict[str, set[tuple[int, ...]]]) -> Callable[..., An
     """The forward of a class, which notes the first two sizes of the hidden states that it is given."""
     original = kind.forward
 
-    @functools.wraps(original)
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
         seen.setdefault(kind.__name__, set()).add(tuple(hidden.shape[:2]))
         return original(module, *args, **kwargs)
 
-    return forward
+    return functools.wraps(original)(of_package("accelerate.hooks", forward))
 
 
 def test_captured_layers_compute_padding() -> None:

@@ -107,7 +107,6 @@ def in_two_dtypes(mlp, x):
 
 
 CALLS = {
-    by_name: "more than one tensor is given",
     in_two_dtypes: "its projections return no plain tensors of one dtype",
 }
 
@@ -125,6 +124,19 @@ def test_calls_that_are_the_models_own(call):
         found = outcome(mlp)
         assert {each.reason: each.calls for each in kernels.report().declined} == {CALLS[call]: 1}
     assert all(map(torch.equal, found, outcome(llama().model.layers[0].mlp)))
+
+
+def test_a_call_by_name_is_served():
+    mlp, x = llama().model.layers[0].mlp, torch.ones(3, 48, device=DEVICE)
+    with apply_npu_kernels(mlp, ops=["swiglu"]) as kernels:
+        found = by_name(mlp, x)
+        assert torch.equal(found, mlp(x))
+        assert (kernels.report().ran, kernels.report().declined) == ({"swiglu": 2}, [])
+        with pytest.raises(TypeError):
+            mlp(x, x)
+        assert [each.reason for each in kernels.report().declined] == ["more than one tensor is given"]
+    exact = mlp(x)
+    assert torch.allclose(found, exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

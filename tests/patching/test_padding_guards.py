@@ -18,6 +18,7 @@ from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.body import packed as packed_module
 from tests.models import SMALL, small_model
 
+from .padded import of_package
 from .test_padding import OP, made, padded, progress, values
 
 INPUTS = padded("both", True)
@@ -122,14 +123,18 @@ def test_an_answer_is_looked_for_among_all_places():
         assert "its head compares all places of a row, padding among them" in str(kernels.report())
 
 
+ELSEWHERE = "deepspeed.sequence.layer"
+
+
 def elsewhere(where: str, monkeypatch: Any) -> list[Any]:
     """Somebody else attends in transformers' place or in PyTorch's, as what spreads rows over ranks does; its calls."""
-    calls = []
+    calls: list[Any] = []
 
-    def attention(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         return original(*args, **kwargs)
 
+    attention = of_package(ELSEWHERE, counted)
     if where == "transformers":
         original: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attention)
@@ -143,7 +148,7 @@ def elsewhere(where: str, monkeypatch: Any) -> list[Any]:
 def test_attention_of_somebody_else(where, monkeypatch):
     model = made("llama", torch.float32, "sdpa")
     calls = elsewhere(where, monkeypatch)
-    stays(model, f"its attention (sdpa) is that of {__name__}", **PLAIN)
+    stays(model, f"its attention (sdpa) is that of {ELSEWHERE}", **PLAIN)
     assert len(calls) == 3 * SMALL["num_hidden_layers"]
     monkeypatch.undo()
     with apply_npu_kernels(model, ops=[OP]) as kernels:

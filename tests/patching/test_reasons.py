@@ -80,7 +80,6 @@ def scaled_by_columns(embedding: Any) -> torch.Tensor:
 
 ROW = torch.tensor([[1, 1, 1, 2]])
 LOOKUPS: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {
-    "by name": ("it is given something else than ids", lambda embedding: embedding(input_ids=ROW)),
     "of a kind of their own": ("its ids are no plain int64 or int32 tensor", looked_up(ROW.as_subclass(Special))),
     "with a scale for each column": ("its embed_scale has no number that can be read", scaled_by_columns),
 }
@@ -103,6 +102,18 @@ def test_embeddings_that_are_called_otherwise(name):
     with apply_npu_kernels(model, ops=["embedding"]) as kernels:
         assert all(map(torch.equal, found(model), found(made())))
         assert [each.reason for each in kernels.report().declined] == [reason]
+
+
+def test_an_embedding_that_is_called_by_name_is_served():
+    torch.manual_seed(0)
+    model = Around(Gemma3TextScaledWordEmbedding(7, 8, 0, 3.0))
+    expected = model.inner(ROW)
+    with apply_npu_kernels(model, ops=["embedding"]) as kernels:
+        assert torch.equal(model.inner(input_ids=ROW), expected)
+        assert (kernels.report().ran, kernels.report().declined) == ({"embedding": 1}, [])
+        with pytest.raises(TypeError):
+            model.inner(ROW, ROW)
+        assert [each.reason for each in kernels.report().declined] == ["it is given something else than ids"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,7 +145,6 @@ def with_hook(model: Any) -> Any:
 
 
 HEADS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], torch.Tensor]]] = {
-    "by name": ("it is given more than hidden states", lambda model: model, by_name),
     "in fp64": ("float64 values", lambda model: model.double(), as_ever),
     "hooked": ("it has a hook", with_hook, as_ever),
     "of another weight": ("its weight is computed anew whenever it is read (a parametrization)", with_twice, as_ever),
@@ -149,6 +159,19 @@ def test_heads_that_are_called_otherwise(name):
         found = outcome(prepare(model), step)
         assert reason in {each.reason for each in kernels.report().declined}
     assert all(map(torch.equal, found, outcome(prepare(small_model("llama")), step)))
+
+
+def test_a_head_that_is_called_by_name_is_served():
+    model = small_model("llama")
+    expected = outcome(small_model("llama"), by_name)
+    with apply_npu_kernels(model, ops=HEAD) as kernels:
+        found = outcome(model, by_name)
+        assert sum(kernels.report().ran.values()) == 1
+        assert kernels.report().declined == []
+        with pytest.raises(TypeError):
+            model.lm_head(torch.ones(1, 2, 48), IDS)
+        assert [each.reason for each in kernels.report().declined] == ["it is given more than hidden states"]
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_model_without_a_head():

@@ -2,12 +2,15 @@
 
 import copy
 import functools
+import itertools
 import math
+import random
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching.probe import unseen
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
 from tests.patching.padded import loss_of, padded, values
@@ -582,3 +586,47 @@ def test_code_that_somebody_exchanges_in_the_models_module_is_what_runs(monkeypa
         assert {each.op: each.reason for each in kernels.report().declined} == EXCHANGED[name]
     assert not torch.allclose(before, found, rtol=1e-5)
     torch.testing.assert_close(found, loss_of(plain, inputs))
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return x * random.random()
+
+
+class DrawsByNumpy(nn.Module):
+    def forward(self, x):
+        return x * np.random.rand()
+
+
+class Imports(nn.Module):
+    def forward(self, x):
+        import math
+
+        return x * math.pi
+
+
+class GoesByASwitch(nn.Module):
+    def forward(self, x):
+        return x * 2 if torch.get_default_dtype() is torch.float32 else x
+
+
+class ReadsAnIterator(nn.Module):
+    def forward(self, x):
+        return x * next(ENDLESS)
+
+
+ENDLESS = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Draws, "its code uses random"),
+        (DrawsByNumpy, "its code uses numpy.random"),
+        (Imports, "its code imports math when it is called"),
+        (GoesByASwitch, "its code goes by torch's get_default_dtype"),
+        (ReadsAnIterator, "its code reads ENDLESS, a count, which is not compared"),
+    ],
+)
+def test_what_is_read_and_not_compared(kind, reason):
+    assert unseen(kind()) == reason

@@ -30,7 +30,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...capture import Refused, recording_now, seam, unwatched
 from ...ops.attention import Segments, trial, unserved, varlen_attention
-from ...support.foreign import at_least
 from ..classes import derived, original_class
 from ..parallel import serve_inside
 from ..undo import Undo
@@ -482,9 +481,9 @@ def packed_row(packing: Packing) -> Iterator[None]:
 
 
 _BY = "_npu_kernels_packs_by"
-# Before torch 2.8 Dynamo takes an entry of a module's `__dict__` for the property of that name, so the configuration
-# has a second entry.
-_OWN, _RECURSES = "_npu_kernels_config", not at_least("torch", "2.8")
+# Some versions of Dynamo (2.7 and 2.11 among them) take an entry of a module's `__dict__` for the property of that
+# name, so the configuration has a second entry.
+_OWN = "_npu_kernels_config"
 
 
 def _config_of_call(by: Undo) -> property:
@@ -493,13 +492,13 @@ def _config_of_call(by: Undo) -> property:
 
     def get(module: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # no packed row goes through a graph
-            return module._npu_kernels_config if _RECURSES else module.__dict__["config"]
+            return module._npu_kernels_config
         config = module.__dict__["config"]
         packing = _packing.get()
         return config if packing is None or packing.by is not by else packing.naming(config)
 
     def put(module: Any, config: Any) -> None:
-        for name in ("config", _OWN) if _RECURSES else ("config",):
+        for name in ("config", _OWN):
             module.__dict__[name] = config
 
     return property(get, put)
@@ -562,8 +561,7 @@ def attend_by_segments(body: nn.Module, inner: str, undo: Undo) -> None:
             # A property of the class takes precedence over an instance attribute of that name.
             forward = {} if is_model else {"forward": _attending(kind)}
             classes[kind] = derived(kind, {"config": config, _BY: undo, **forward})
-        if _RECURSES:
-            undo.add(functools.partial(_without_own, weakref.ref(module)))
-            vars(module)[_OWN] = vars(module)["config"]
+        undo.add(functools.partial(_without_own, weakref.ref(module)))
+        vars(module)[_OWN] = vars(module)["config"]
         undo.set_class(module, classes[kind])
         serve_inside(module, classes[kind], undo)
