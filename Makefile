@@ -13,8 +13,8 @@ LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-processors test-perturbed test-oldest test-latest test-trl-oldest test-names test-hub-kernels \
-	test-zero3 test-frameworks test-families test-moves test-convergence test-convergence-quick test-ascend ascend-tools \
+.PHONY: demo test test-processors test-perturbed test-oldest test-latest test-trl-oldest test-names test-transformers-before \
+	test-hub-kernels test-zero3 test-frameworks test-families test-moves test-convergence test-convergence-quick test-ascend ascend-tools \
 	test-npu-contract npu-contract-tools checkstyle docs test-site site-tools bench lock release clean
 
 $(BIN)/python:
@@ -97,6 +97,16 @@ test-names: $(STAMP)  ## which names of other projects a version has no longer: 
 		$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/names/$$version $$version || exit 1; \
 		echo "$$version:"; PYTHONPATH=$(VENV)/names/$$version $(BIN)/python -m pytest -q --noconftest tests/test_names.py || exit 1; \
 	done
+
+# The transformers before the lock's, laid over the environment by `test-names`, and tests of what depends on it most.
+TRANSFORMERS_BEFORE = 5.23.0
+
+test-transformers-before: VERSIONS = transformers==5.22.2 transformers==$(TRANSFORMERS_BEFORE) trl==1.15.0
+test-transformers-before: test-names  ## what depends on transformers most, with the version before the lock's
+	PYTHONPATH=$(VENV)/names/transformers==$(TRANSFORMERS_BEFORE) $(BIN)/python -c \
+		"import transformers as t; assert t.__version__ == '$(TRANSFORMERS_BEFORE)', t.__version__"
+	PYTHONPATH=$(VENV)/names/transformers==$(TRANSFORMERS_BEFORE) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) \
+		$(addprefix tests/patching/test_,apply.py experts.py rotations.py) tests/rollouts/test_masked.py
 
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3

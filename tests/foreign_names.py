@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,11 @@ _PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 _OURS = ("_npu_kernels", "_shuffled")
 # What reports about versions, and what adapts to Triton's.
 _ABOUT_VERSIONS = ("cli/_environment.py", "support/foreign.py", "support/triton.py")
-# Of Python itself, and of its named tuples.
-_PYTHONS = frozenset(("_data", "_fields", "_getframe", "_make", "_reconstructor", "_replace"))
+# Of Python itself: its modules, what they hold, and its named tuples.
+_PYTHONS = frozenset((
+    *sys.stdlib_module_names, "_current_frames", "_data", "_fields", "_getframe", "_inst", "_lru_cache_wrapper",
+    "_make", "_reconstructor", "_replace",
+))  # fmt: skip
 
 
 @functools.cache
@@ -77,7 +81,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def _makes_text(node: ast.AST) -> bool:
     """Whether strings in an expression are parts of a longer one."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in ("removesuffix", "removeprefix")
+        return node.func.attr in ("removesuffix", "removeprefix", "startswith", "endswith")
     return isinstance(node, ast.JoinedStr)
 
 

@@ -19,7 +19,8 @@ PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
 # From below to above: what imports what, also inside functions and for types alone. A module imports from its own line
 # where both are of one package, and from the lines below.
 LAYERS = (
-    ("support", "evidence.table", "evidence.families"),
+    ("support", "evidence.table"),
+    ("evidence.families",),
     ("device", "options"),
     ("closeness", "evidence", "vendor"),
     ("backends", "tiling"),

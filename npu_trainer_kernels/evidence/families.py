@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
+
+from ..support.foreign import is_newer
 
 __all__ = ["FIRST", "GAINS", "PROMISES", "Family", "GainMeasured", "Served", "read_families", "untested"]
 
@@ -173,14 +175,6 @@ def read_families(file: Path = PROMISES) -> Promises:
     )
 
 
-def _is_newer(version: str, newest: str) -> bool:
-    """Whether a version is newer, patch releases aside; False if it is no version."""
-    try:
-        return Version(version).release[:2] > Version(newest).release[:2]
-    except InvalidVersion:
-        return False
-
-
 def untested(installed: Mapping[str, str | None], names: Iterable[str] = ("transformers", "torch", "trl")) -> list[str]:
     """Returns those of the installed packages, with their versions, of which the file cannot say what they serve: a
     transformers without a column, and others that are newer than those that the columns were made with."""
@@ -190,7 +184,7 @@ def untested(installed: Mapping[str, str | None], names: Iterable[str] = ("trans
         if name == "transformers":
             known = version is None or version in promises.versions
         else:
-            known = version is None or not _is_newer(version, promises.beside[name])
+            known = version is None or not is_newer(version, promises.beside[name])
         if not known:
             found.append(f"{name} {version}")
     return found

@@ -45,9 +45,8 @@ from .body import draws_for_tokens, first_rows, under_way
 from .call import generates
 from .classes import is_patched_class, leaves_out_hooks
 from .head import is_partitioned
-from .kept_state import kept_state
 from .patch import PROBE_ERRORS, UNREPORTED, LateRefusal, Site
-from .probe import repeatable, trace_of_function, trace_of_operators, traces_within
+from .probe import kept_state, repeatable, trace_of_function, trace_of_operators, traces_within
 from .undo import Undo
 
 __all__ = ["FACTOR", "Audit", "Audited", "distance", "some_rows"]

@@ -35,9 +35,8 @@ from .. import device
 from ..capture import Reads, Refused
 from ..ops.attention import Segments, uploaded
 from ..patching.body import Packing, Unserved, attend_by_segments, packed_row, packing_for
-from ..patching.kept_state import remembered
 from ..patching.patch import PLAIN, PROBE_ERRORS
-from ..patching.probe import trace_of_all
+from ..patching.probe import remembered, trace_of_all
 from ..patching.undo import Undo
 from ..support.errors import one_line
 from .decode import Rows, Step, arguments_of, cache_name, logits_of, of_own_code

@@ -11,9 +11,9 @@ from __future__ import annotations
 from importlib import metadata
 from typing import NamedTuple
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
-__all__ = ["CACHES", "ROWS", "SEEN", "Row", "at_least", "drops_cache_without_gradients", "dtype_argument"]
+__all__ = ["CACHES", "ROWS", "SEEN", "Row", "at_least", "drops_cache_without_gradients", "dtype_argument", "is_newer"]
 
 
 class Row(NamedTuple):
@@ -60,6 +60,14 @@ def at_least(project: str, version: str) -> bool:
     return Version(metadata.version(project)) >= Version(version)
 
 
+def is_newer(version: str, newest: str) -> bool:
+    """Whether a version is newer, patch releases aside; False if it is no version."""
+    try:
+        return Version(version).release[:2] > Version(newest).release[:2]
+    except InvalidVersion:
+        return False
+
+
 def dtype_argument() -> str:
     """Returns the argument by which transformers makes a model in a dtype."""
     return "dtype" if at_least("transformers", "4.56") else "torch_dtype"
@@ -74,6 +82,7 @@ def drops_cache_without_gradients() -> bool:
 _MODELS = "transformers.models"
 _MASKS, _LOADED = "transformers.masking_utils", "transformers.modeling_utils"
 _LAYERS = "transformers.modeling_layers:GradientCheckpointingLayer"
+_GENERATION = "transformers.generation.utils:GenerationMixin"
 _GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 _DISTILLATION = "trl.trainer.distillation_trainer"
 _SERVERS = "trl.experimental.server_distillation.server_distillation_trainer"
@@ -92,6 +101,15 @@ _OF_TRANSFORMERS = (
     Row(_LAYERS, "_gradient_checkpointing_func", "rows on their way are found again by what a checkpoint repeats"),
     Row("transformers.modeling_layers", "GradientCheckpointingLayer", "decoder layers"),
     Row("transformers.utils.generic:GeneralInterface", "_local_mapping", "attentions and masks on a thread's own"),
+    Row("transformers.utils.generic:GeneralInterface", "_global_mapping", "the attention of a name"),
+    Row("transformers.utils", "logging", "what transformers prints while a family is looked at"),
+    Row("transformers.utils.logging", "", "loggers, on which no result depends"),
+    Row(f"{_LOADED}:PreTrainedModel", "_is_hf_initialized", "a mark on modules that no forward reads"),
+    *(Row("transformers.integrations.npu_flash_attention", name, "the options that an attention drops")
+      for name in ("npu_flash_attn_func", "npu_flash_attn_varlen_func")),
+    *(Row(_GENERATION, name, "the methods around the sampling loop")
+      for name in ("_prepare_cache_for_generation", "_update_model_kwargs_for_generation")),
+    Row(_GENERATION, "_prefill", "the methods around the sampling loop", since="5.0"),
     Row(_MASKS, "ALL_MASK_ATTENTION_FUNCTIONS", "masks of each row in a decode step"),
     Row(_MASKS, "AttentionMaskInterface", "a mask that is a packed row"),
     Row(_MASKS, "causal_mask_function", "the mask that is asked for"),
@@ -183,6 +201,8 @@ _OF_TORCH = (
     *(Row(_MODULE, name, "a module's own, without the attributes of classes")
       for name in ("_parameters", "_buffers", "_modules")),
     Row(_MODULE, "_compiled_call_impl", "whether a module was compiled in place"),
+    *(Row(_MODULE, name, "methods of a class that run when its module is called")
+      for name in ("_call_impl", "_wrapped_call_impl")),
     Row(_MODULE, "_named_members", "the walk over modules that repeats are taken out of"),
     *(Row("torch.nn.modules.module", name, "hooks of all modules")
       for name in ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks",
@@ -200,7 +220,8 @@ _OF_TORCH = (
     *(Row("torch._C", name, "switches of autograd and of the dispatcher")
       for name in ("_ForceDispatchKeyGuard", "_are_functorch_transforms_active", "_construct_storage_from_data_pointer",
                    "_disabled_torch_function_impl", "_dispatch_tls_local_exclude_set",
-                   "_dispatch_tls_local_include_set", "_functions", "_is_tracing")),
+                   "_dispatch_tls_local_include_set", "_functions", "_get_deterministic_algorithms", "_is_tracing",
+                   "_len_torch_dispatch_stack", "_len_torch_function_stack")),
     Row("torch._C._autograd", "_get_current_graph_task_keep_graph", "whether backward may overwrite what was saved"),
     Row("torch.autograd.forward_ad", "_current_level", "whether a derivative in forward mode is on its way"),
     Row("torch", "_grouped_mm", "products of experts before `torch.nn.functional.grouped_mm`"),
@@ -219,6 +240,8 @@ _OF_TORCH = (
     Row("torch._subclasses.fake_tensor", "FakeTensorMode", "steps without numbers"),
     Row("torch._subclasses.fake_tensor", "DataDependentOutputException", "steps without numbers"),
     Row("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "steps without numbers"),
+    Row("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes that see operators"),
+    Row("torch.overrides", "_get_current_function_mode_stack", "modes that see functions"),
     Row("torch.utils._python_dispatch", "TorchDispatchMode", "tapes, and counts of operators"),
     *(Row("torch.utils._pytree", name, "tensors in arguments and results")
       for name in ("tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")),

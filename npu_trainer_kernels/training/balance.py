@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from ..patching.body import MIN_SAVED
 
-__all__ = ["Row", "arranged", "imbalance", "live"]
+__all__ = ["Completion", "arranged", "imbalance", "live"]
 
 
 @dataclass(frozen=True)
-class Row:
+class Completion:
     """A prompt and its completion.
 
     Attributes:
@@ -32,7 +32,7 @@ class Row:
     completion_tokens: int
 
 
-def live(rows: Iterable[Row]) -> int:
+def live(rows: Iterable[Completion]) -> int:
     """Returns how many tokens a micro-batch computes: its live tokens, shared prompts once where sharing pays off."""
     rows = list(rows)
     every = sum(row.prompt_tokens + row.completion_tokens for row in rows)
@@ -40,7 +40,7 @@ def live(rows: Iterable[Row]) -> int:
     return every - saved if saved >= MIN_SAVED * every else every
 
 
-def _filled(rows: Sequence[Row], pieces: list[list[int]], rooms: list[int]) -> list[list[int]]:
+def _filled(rows: Sequence[Completion], pieces: list[list[int]], rooms: list[int]) -> list[list[int]]:
     """Puts pieces into bins with room for so many rows each: those with most rows first, then the longest, each into
     the shortest bin with room for it. A piece that fits into none is cut to the largest room."""
 
@@ -71,7 +71,7 @@ def _filled(rows: Sequence[Row], pieces: list[list[int]], rooms: list[int]) -> l
     return bins
 
 
-def _pieces(rows: Sequence[Row], most: int) -> list[list[int]]:
+def _pieces(rows: Sequence[Completion], most: int) -> list[list[int]]:
     """Splits the rows of each prompt into as few pieces of at most `most` rows as possible."""
     prompts: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -83,7 +83,7 @@ def _pieces(rows: Sequence[Row], most: int) -> list[list[int]]:
     return pieces
 
 
-def arranged(rows: Sequence[Row], ranks: int, slices: int) -> list[list[list[int]]]:
+def arranged(rows: Sequence[Completion], ranks: int, slices: int) -> list[list[list[int]]]:
     """Returns the rows of each rank in each micro-batch, equally many everywhere, with as little waiting as possible.
 
     Rows of a prompt are all together, or fewer of them (half as many, down to one), whichever finishes first.
@@ -108,7 +108,7 @@ def arranged(rows: Sequence[Row], ranks: int, slices: int) -> list[list[list[int
     return min(ways, key=lambda way: _work(rows, way))
 
 
-def _work(rows: Sequence[Row], way: list[list[list[int]]]) -> tuple[int, int]:
+def _work(rows: Sequence[Completion], way: list[list[list[int]]]) -> tuple[int, int]:
     """Returns the tokens until all ranks have done all micro-batches, and those of the longest micro-batch."""
     longest = [max(live(rows[i] for i in bin_) for bin_ in micro_batch) for micro_batch in way]
     return sum(longest), max(longest)

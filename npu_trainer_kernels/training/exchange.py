@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
-from .balance import Row
+from .balance import Completion
 
 __all__ = ["Holding", "agreed", "exchanged", "holdings", "stays_here"]
 
@@ -41,13 +41,13 @@ class Holding:
         common: the names of values that all rows have in common.
     """
 
-    rows: list[Row]
+    rows: list[Completion]
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     lists: dict[str, list[Any]]
     common: set[str]
 
     @classmethod
-    def of(cls, batch: dict[str, Any], rows: list[Row]) -> "Holding":
+    def of(cls, batch: dict[str, Any], rows: list[Completion]) -> "Holding":
         """Describes a batch with these rows."""
         tensors = {n: v for n, v in batch.items() if isinstance(v, torch.Tensor) and v.dim()}
         lists = {n: v for n, v in batch.items() if isinstance(v, list)}

@@ -35,7 +35,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from ..patching.undo import Undo
-from .balance import Row, arranged, imbalance, live
+from .balance import Completion, arranged, imbalance, live
 from .exchange import Holding, agreed, exchanged, holdings, stays_here
 from .grpo_plan import TRL_MODULE, loss_options
 
@@ -125,12 +125,12 @@ def _in_order(value: Any, order: list[int]) -> Any:
     return value[order] if isinstance(value, torch.Tensor) and value.dim() else value
 
 
-def _rows(batch: dict[str, Any]) -> list[Row]:
+def _rows(batch: dict[str, Any]) -> list[Completion]:
     """Returns the rows of a batch. Only here the host waits for the device."""
     counts = torch.stack([batch["prompt_mask"].sum(1), batch["completion_mask"].sum(1)], 1)
     known = torch.cat([counts, batch["prompt_ids"]], 1).tolist()
     # A prompt is padded on the left, to its rank's width. Python's hash of numbers is the same on all ranks.
-    return [Row(hash(tuple(ids[len(ids) - prompt :])), prompt, completion) for prompt, completion, *ids in known]
+    return [Completion(hash(tuple(ids[len(ids) - prompt :])), prompt, completion) for prompt, completion, *ids in known]
 
 
 @dataclass
@@ -252,7 +252,7 @@ class Arranger:
             pool = [(rank, place) for rank in range(len(every)) for place in places]
             rows = [every[rank].rows[place] for rank, place in pool]
             if not self.balance:
-                rows = [Row(row.prompt, 0, 0) for row in rows]
+                rows = [Completion(row.prompt, 0, 0) for row in rows]
             for micro_batch in arranged(rows, len(every), together):
                 for mine, bin_ in zip(wanted, micro_batch, strict=True):
                     mine += [pool[i] for i in bin_]

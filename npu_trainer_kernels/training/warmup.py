@@ -32,9 +32,8 @@ from ..ops.launch import KernelError, build_launcher, compile_only, use_launcher
 from ..patching import NpuKernels
 from ..patching.body import foreign_attention
 from ..patching.call import HeadPlan, use_plan
-from ..patching.kept_state import kept_state
 from ..patching.learned_plan import LearnedPlan
-from ..patching.probe import trace_of_all
+from ..patching.probe import kept_state, trace_of_all
 from ..support import triton
 from ..support.errors import one_line
 

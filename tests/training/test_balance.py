@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from npu_trainer_kernels.training.balance import Row, arranged, imbalance, live
+from npu_trainer_kernels.training.balance import Completion, arranged, imbalance, live
 
 
-def rows_of(group: int, count: int, prompt: int, seed: int) -> list[Row]:
+def rows_of(group: int, count: int, prompt: int, seed: int) -> list[Completion]:
     dice = random.Random(seed)
-    return [Row(i // group, prompt, min(4096, int(dice.lognormvariate(6, 1)))) for i in range(count)]
+    return [Completion(i // group, prompt, min(4096, int(dice.lognormvariate(6, 1)))) for i in range(count)]
 
 
 def loads_of(rows, way):
@@ -48,7 +48,7 @@ def test_a_long_prompt_keeps_its_rows_together_and_a_short_one_does_not():
     """Two prompts with short completions and two with long ones, on four ranks."""
 
     def on_ranks(prompt):
-        rows = [Row(i // 4, prompt, 10 if i < 8 else 200) for i in range(16)]
+        rows = [Completion(i // 4, prompt, 10 if i < 8 else 200) for i in range(16)]
         (bins,) = arranged(rows, 4, 1)
         return [[rows[i].prompt for i in bin_] for bin_ in bins], loads_of(rows, [bins])
 
@@ -59,25 +59,25 @@ def test_a_long_prompt_keeps_its_rows_together_and_a_short_one_does_not():
 
 
 def test_without_lengths_prompts_keep_their_order():
-    rows = [Row(prompt, 0, 0) for prompt in (7, 3, 7, 5, 3, 3, 5, 7, 5)]
+    rows = [Completion(prompt, 0, 0) for prompt in (7, 3, 7, 5, 3, 3, 5, 7, 5)]
     assert arranged(rows, 1, 3) == [[[0, 2, 7]], [[1, 4, 5]], [[3, 6, 8]]]
 
 
 def test_the_longest_go_to_one_micro_batch_and_take_turns():
     """Nobody waits where the ranks of a micro-batch are alike."""
-    rows = [Row(i, 0, tokens) for i, tokens in enumerate((1, 100, 2, 99, 50, 51))]
+    rows = [Completion(i, 0, tokens) for i, tokens in enumerate((1, 100, 2, 99, 50, 51))]
     assert loads_of(rows, arranged(rows, 2, 3)) == [[100, 99], [50, 51], [2, 1]]
     # The rows of a prompt are placed before longer ones, and wait for none of them.
-    rows = [Row(0, 1000, 10)] * 2 + [Row(i, 0, 9000 if i < 3 else 300) for i in range(1, 7)]
+    rows = [Completion(0, 1000, 10)] * 2 + [Completion(i, 0, 9000 if i < 3 else 300) for i in range(1, 7)]
     assert loads_of(rows, arranged(rows, 2, 2)) == [[9300, 9300], [600, 1020]]
 
 
 def test_what_is_live():
-    alike = [Row(1, 100, 5), Row(1, 100, 7)]
+    alike = [Completion(1, 100, 5), Completion(1, 100, 7)]
     assert live(alike) == 112
     # Less than 10% would be saved, which the body does not do.
-    assert live([Row(1, 4, 500), Row(1, 4, 500)]) == 1008
-    assert live([Row(1, 100, 5), Row(2, 100, 7)]) == 212
+    assert live([Completion(1, 4, 500), Completion(1, 4, 500)]) == 1008
+    assert live([Completion(1, 100, 5), Completion(2, 100, 7)]) == 212
 
 
 def test_imbalance_is_longest_over_mean():

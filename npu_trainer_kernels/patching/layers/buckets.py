@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...capture import Memory, Pieces, Recorder
+from ...capture import Pieces, Recorder, ReplayedMemory
 from ..patch import Site
 from .layer_state import LayerState
 
@@ -50,7 +50,7 @@ class Turn:
         spot: the bucket of its layers.
         pending: the layers whose backward is to come.
         last: the index of the layer that was replayed last; layers are replayed in the order of their capture.
-        number: what it writes to the `Memory` that it fills.
+        number: what it writes to the `ReplayedMemory` that it fills.
     """
 
     spot: Bucket
@@ -64,9 +64,9 @@ class Input:
 
     __slots__ = ("buffer", "memory", "path", "source", "version")
 
-    def __init__(self, path: Any, buffer: torch.Tensor, memory: Memory | None) -> None:
+    def __init__(self, path: Any, buffer: torch.Tensor, memory: ReplayedMemory | None) -> None:
         self.path, self.buffer = path, buffer
-        self.memory = memory or Memory()
+        self.memory = memory or ReplayedMemory()
         self.source: Callable[[], torch.Tensor | None] = lambda: None
         self.version = -1
 
@@ -90,7 +90,7 @@ class Captured:
 
     layer: int
     """The `id` of the layer."""
-    memory: Memory
+    memory: ReplayedMemory
     """What its graphs write to."""
     place: int = 0
     """How many layers were called before it in the forward in which it was called last."""
@@ -116,7 +116,7 @@ class Bucket:
 
     layers: dict[Any, list[Captured]] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
-    results: dict[int, Memory] = field(default_factory=dict)
+    results: dict[int, ReplayedMemory] = field(default_factory=dict)
     """The addresses of results that stay until their backward: the next layer reads them where they are."""
     last: int = -1
     """The place of the layer that was captured last."""
@@ -182,7 +182,7 @@ class Mode:
     recorder: Recorder
     keeps: bool
     most: int | None
-    memory: Memory
+    memory: ReplayedMemory
     """All memory of its recorder, which each turn writes to."""
     buckets: OrderedDict[tuple[Any, ...], Bucket] = field(default_factory=OrderedDict)
     open: Bucket | None = None

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import device
-from ...capture import Memory, Owner, Reading, Reads, Refused, Watched, capture, recorder_for, recording_now
+from ...capture import Owner, Reading, Reads, Refused, ReplayedMemory, Watched, capture, recorder_for, recording_now
 from ...support.errors import one_line
 from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
@@ -347,7 +347,7 @@ class LayerCapture:
         if found is None:
             if len(variants) == MOST_VARIANTS:
                 return f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
-            found = Captured(id(layer), Memory() if mode.keeps else mode.memory)
+            found = Captured(id(layer), ReplayedMemory() if mode.keeps else mode.memory)
             variants.append(found)
         spot.notes(found)
         if graded and found.pieces is None:
@@ -400,7 +400,9 @@ class LayerCapture:
             # Where nothing stays after a call, the graphs of all modes may use the same memory.
             alike = () if keeps else (mode for (at, *_), mode in self._modes.items() if at == where and not mode.keeps)
             other = next(iter(alike), None)
-            recorder, memory = (recorder_for(where), Memory()) if other is None else (other.recorder, other.memory)
+            recorder, memory = (
+                (recorder_for(where), ReplayedMemory()) if other is None else (other.recorder, other.memory)
+            )
             self._modes[key] = Mode(recorder, keeps, device.most_graphs(where), memory)
         return self._modes[key]
 

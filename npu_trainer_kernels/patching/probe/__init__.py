@@ -6,9 +6,11 @@
 3. `settings.py`: the numbers, names and functions that a module's code reads, and whether they have changed since.
 4. `miniature.py`: a tiny model of a class, from the configuration of a large one.
 5. `traces.py`: whether a run of code may leave a trace, so that it must not be run to find anything out.
+6. `kept_state.py`: puts back what a look has changed.
 """
 
 from .agreement import MODES, agree, repeatable
+from .kept_state import kept_state, remembered
 from .miniature import VOCABULARY, miniature, miniature_around, small_config
 from .settings import Settings, changed, functions_of, settings_of, unseen
 from .source import beyond_one_run, called_on_self, plain_forward, rewritten_forward, self_attribute, source_of
@@ -24,9 +26,11 @@ __all__ = [
     "called_on_self",
     "changed",
     "functions_of",
+    "kept_state",
     "miniature",
     "miniature_around",
     "plain_forward",
+    "remembered",
     "repeatable",
     "rewritten_forward",
     "self_attribute",

@@ -21,7 +21,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ _REFILLING = frozenset((
 _MODES = ("torch.utils._device", "torch._subclasses", "torch._functorch", "torch.fx", "npu_trainer_kernels")
 """The files of modes that keep nothing of the operators that they see."""
 _SPECIAL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__", "__getattribute__")
-_GENERATORS = (random._inst, np.random.mtrand._rand)
+_GENERATORS = (random._inst, cast(Any, np.random.random_sample).__self__)
 _PLAIN = (
     int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, enum.Enum,

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from ... import device
+
 __all__ = ["Wrapped", "looked_through"]
 
 
@@ -133,7 +135,7 @@ class _StandIn:
 
 
 def _modes() -> tuple[Any, ...]:
-    autocast = [(kind, torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
+    autocast = [(kind, torch.is_autocast_enabled(kind)) for kind in ("cpu", device.accelerator())]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import device
-from .probe import repeatable
+from ... import device
+from .agreement import repeatable
 
 __all__ = ["kept_state", "remembered"]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-__all__ = ["Memory", "Owner", "Reading"]
+__all__ = ["Owner", "Reading", "ReplayedMemory"]
 
 
-class Memory:
+class ReplayedMemory:
     """Memory that replays write to.
 
     Attributes:
@@ -37,7 +37,7 @@ class Reading:
 
     __slots__ = ("_memory", "_numbers", "turn")
 
-    def __init__(self, memory: Iterable[Memory], turn: object = None) -> None:
+    def __init__(self, memory: Iterable[ReplayedMemory], turn: object = None) -> None:
         self._memory = tuple(memory)
         self._numbers = [each.turn for each in self._memory]
         self.turn = turn
