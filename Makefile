@@ -106,7 +106,7 @@ test-transformers-before: test-names  ## what depends on transformers most, with
 	PYTHONPATH=$(VENV)/names/transformers==$(TRANSFORMERS_BEFORE) $(BIN)/python -c \
 		"import transformers as t; assert t.__version__ == '$(TRANSFORMERS_BEFORE)', t.__version__"
 	PYTHONPATH=$(VENV)/names/transformers==$(TRANSFORMERS_BEFORE) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) \
-		$(addprefix tests/patching/test_,apply.py experts.py rotations.py) tests/rollouts/test_masked.py
+		tests/patching/test_apply.py tests/rollouts/test_masked.py
 
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3

@@ -187,7 +187,7 @@ class Mode:
     buckets: OrderedDict[tuple[Any, ...], Bucket] = field(default_factory=OrderedDict)
     open: Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
-    returned: list[tuple[Memory, weakref.ref[torch.Tensor]]] = field(default_factory=list)
+    returned: list[tuple[ReplayedMemory, weakref.ref[torch.Tensor]]] = field(default_factory=list)
     """The results of the last turn that are where graphs write, each with what its layer writes to: another turn must
     find them gone."""
 
@@ -196,7 +196,7 @@ class Mode:
         turn = self.turn()
         return turn if turn is not None and turn.pending else None
 
-    def is_kept(self, given: Sequence[torch.Tensor], memory: Memory) -> bool:
+    def is_kept(self, given: Sequence[torch.Tensor], memory: ReplayedMemory) -> bool:
         """Whether other code keeps a result of the last turn.
 
         A layer that trains nothing, and is given nothing with a gradient, has no node of autograd, and its turn is gone
