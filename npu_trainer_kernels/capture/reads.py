@@ -152,6 +152,9 @@ class Reads:
                 self._calls(called, owner)
             elif isinstance(owner, random.Random) and self._is_asked_for(frame):
                 self._refuse("its code draws random numbers on the host")
+            elif called is open and self._is_asked_for(frame) and frame.f_globals.get("__name__") != "tokenize":
+                # The source that a warning quotes is opened by `tokenize`.
+                self._refuse("its code opens a file")
             elif frame.f_back is not None and id(frame.f_back.f_code) in self.codes and _is_flag(called, owner):
                 self.flags.append(called)
 

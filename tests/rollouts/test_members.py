@@ -160,6 +160,7 @@ def _shown_to_all(patch):
     def on(self):
         for module, name, _, copied in self._copies:
             module._parameters[name] = copied
+        time.sleep(0.05)  # the other thread comes in between
         try:
             yield
         finally:
