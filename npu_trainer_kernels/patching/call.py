@@ -30,6 +30,7 @@ __all__ = [
     "CallSettings",
     "HeadPlan",
     "Scored",
+    "calls_end",
     "current_call",
     "current_plan",
     "generates",
@@ -167,6 +168,17 @@ def use_labels(labels: Any) -> Iterator[None]:
         yield
     finally:
         _kept.reset(token)
+
+
+@contextlib.contextmanager
+def calls_end() -> Iterator[None]:
+    """Ends the calls that were begun inside the `with` block. PyTorch runs no hook of a forward that KeyboardInterrupt
+    leaves, so a call would last, and TRL's head of other models would be served as that model's."""
+    before = _current.get()
+    try:
+        yield
+    finally:
+        _current.set(before)
 
 
 def current_call() -> Call | None:

@@ -23,6 +23,7 @@ from .. import device
 from ..capture import Refused, recording_now
 from ..options import check_rollouts
 from ..patching import NpuKernels
+from ..patching.call import calls_end
 from ..patching.classes import derived
 from ..patching.head import causal_lm
 from ..support.foreign import CACHES
@@ -203,7 +204,7 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts, outer: weakref.ref[n
         try:
             if engine.serves(self) and not recording_now() and not torch.compiler.is_compiling():
                 try:
-                    with engine.alone():
+                    with engine.alone(), calls_end():
                         return generated()
                 except Refused as error:
                     engine.declined(str(error))

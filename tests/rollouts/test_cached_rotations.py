@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
+from npu_trainer_kernels.patching.call import current_call
 from npu_trainer_kernels.patching.modules import CACHED_ROTATION, cached_rotation
 from npu_trainer_kernels.rollouts import decode, serve
 from npu_trainer_kernels.rollouts import rollout_cache as cache_module
@@ -89,6 +90,7 @@ def test_nothing_is_left_of_it(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         completions(model, prompts(), greedy(4))
     assert same()
+    assert current_call() is None  # PyTorch runs no hook of a forward that this error leaves
 
 
 # ---------------------------------------------------------------------------------------------------------------------
