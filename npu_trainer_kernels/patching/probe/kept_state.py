@@ -54,8 +54,9 @@ def remembered(model: nn.Module) -> Callable[[], None]:
 
 
 def _contents(own: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Returns copies of the containers in a module's attributes; what registers a hook is not run."""
-    return [(v, v.copy()) for name, v in own.items() if isinstance(v, _CONTAINERS)
+    """Returns copies of the containers in a module's attributes; what registers a hook is not run. FSDP2 gathers the
+    parameters for a forward, and must find those that it has put there."""
+    return [(v, v.copy()) for name, v in own.items() if isinstance(v, _CONTAINERS) and name != "_parameters"
             and type(v).__module__ in ("builtins", "collections") and "_hooks" not in name]  # fmt: skip
 
 
