@@ -20,7 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -126,12 +126,12 @@ def require_columns(rows: "Dataset", names: Iterable[str], argument: str) -> Non
             raise ValueError(f"{argument}: the data set has no column {name!r}; it has {', '.join(rows.column_names)}")
 
 
-def load_model(args: SourceArguments, small: PreTrainedConfig) -> PreTrainedModel:
+def load_model(args: SourceArguments, small: PretrainedConfig) -> PreTrainedModel:
     """Loads the model of `args.model_name_or_path`, or creates one with random weights from `small`."""
     if args.model_name_or_path is not None:
         return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
-    return AutoModelForCausalLM.from_config(small, dtype=dtype)
+    return AutoModelForCausalLM.from_config(small).to(dtype)
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:

@@ -26,7 +26,7 @@ from _common import byte_level_tokenizer, sum_pairs
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -88,7 +88,7 @@ def rows_of(task: str) -> list[dict[str, Any]]:
     return rows
 
 
-def config_of(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def config_of(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Returns the config of a tiny model of the recipe's family."""
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -54,10 +54,23 @@ def test_the_report_says_what_trl_would_bring():
     assert left["linear_logprob"] == "TRL is not installed (pip install 'trl>=1.15,<2')"
 
 
+def test_the_example_of_a_plain_trainer_needs_neither(tmp_path):
+    command = [
+        sys.executable,
+        "examples/sft.py",
+        "--use_npu_kernels",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "what", "missing"),
     [
-        (["examples/sft.py"], "this example", "trl and datasets"),
         (["examples/grpo.py"], "this example", "trl and datasets"),
         (["examples/trl_dpo.py"], "this example", "trl and datasets"),
         (["-m", "convergence", "--list"], "the convergence suite", "trl and datasets"),

@@ -77,9 +77,8 @@ def _rounds_products(a: torch.Tensor) -> bool:
     """Whether the host rounds the product of a chunk to bf16 before it adds the product to the fp32 sum.
 
     PyTorch has no product of bf16 factors with an fp32 result on the host, and a product of their fp32 copies takes
-    three times as long where the processor multiplies bf16 numbers by itself. The roundings of a few chunks add to the
-    one rounding of the result: 1.51e-3 of the gradient's norm instead of 1.41e-3 (4096 rows, 6 chunks, V = 50000). fp16
-    would lose products below its range.
+    longer where the processor multiplies bf16 numbers by itself. The roundings of a few chunks add to the one rounding
+    of the result, and are of its size. fp16 would lose products below its range.
     """
     return a.dtype == torch.bfloat16 and device.host_multiplies_bf16()
 
