@@ -111,7 +111,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("packages of an index", "Makefile"): (
         'pip install ".[npu]"', 'pip install ".[npu-any]"', 'pip install ".[cuda]"',
-        "pip install 'transformers[kernels]'", "pip install transformers==5.22.2 kernels==0.17.2", "pip install triton",
+        "pip install transformers==5.22.2 kernels==0.17.2", "pip install triton",
     ),
     ("every change is held to them", ".ci/run"): ("make docs", "make test", "make checkstyle"),
     ("the checks of doctor, as an object", "tests/cli/test_doctor.py"): (
