@@ -31,7 +31,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
 from npu_trainer_kernels.support.rounding import SEEDS, Rounded
-from npu_trainer_kernels.training.balance import Row
+from npu_trainer_kernels.training.balance import Completion
 from npu_trainer_kernels.training.exchange import Holding, agreed, exchanged, holdings, stays_here
 from npu_trainer_kernels.training.grpo_groups import Arranger
 from tests.closeness import assert_as_close
@@ -237,7 +237,7 @@ def as_wide(name: str, numbers: Any) -> Any:
 
 
 def gathered(batch: dict[str, Any], rows: int) -> list[Holding]:
-    return [holding for holding in holdings(Holding.of(batch, [Row(0, 1, 1)] * rows)) if holding is not None]
+    return [holding for holding in holdings(Holding.of(batch, [Completion(0, 1, 1)] * rows)) if holding is not None]
 
 
 def received(wanted: list[list[tuple[int, int]]]) -> list[str]:
