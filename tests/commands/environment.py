@@ -89,7 +89,7 @@ class Environment:
 
     def run(self, command: str, folder: Path, timeout: float = 900) -> tuple[int, str]:
         """Runs a command in a shell as a user would, and returns its exit status and all that it has printed."""
-        # The last two are how a `make` that runs the tests tells the `make` of a command that it is inside of another one.
+        # By the last two a `make` that runs the tests would tell that of a command that it is inside of another one.
         ours = ("NPU_KERNELS_", "PYTHON", "TRITON_INTERPRET", "PYTEST", "COV_", "XDG_", "MAKE", "MFLAGS")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         given = {
