@@ -65,7 +65,9 @@ def test_what_is_exact_stays() -> None:
         assert torch.equal(a @ b, tokens_first(a) @ b)
         assert torch.equal(x.sum(1) + x.exp()[:, 0], x.sum(1) + x.exp()[:, 0])
         assert torch.equal(x * 2, tokens_first(x) * 2)
-    assert all(operator in PRODUCTS for operator in (torch.ops.aten.mm, torch.ops.aten.convolution_backward))
+    assert all(
+        operator in PRODUCTS for operator in (torch.ops.aten.mm.default, torch.ops.aten.convolution_backward.default)
+    )
 
 
 def test_a_planted_assertion_is_found() -> None:
