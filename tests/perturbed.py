@@ -3,8 +3,8 @@
 How a product of matrices, an attention or a convolution sums depends on shapes, strides, the number of matrices and
 threads, and on the processor: one that gives the same bits for two layouts says nothing of the next. `Perturbed` makes
 this true of every processor. It moves each result of these operators by a fraction of a unit that is drawn from what
-the operator is given (`moved_products`): the same call gives the same bits, and another layout gives others. A test that
-is green under it (`pytest --perturbed`) asks no equal bits of two layouts.
+the operator is given (`moved_products`): the same call gives the same bits, and another layout gives others. A test
+that is green under it (`pytest --perturbed`) asks no equal bits of two layouts.
 """
 
 import functools
