@@ -62,9 +62,10 @@ def _moving(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             kwargs.pop("out", None)
             given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             found = [value for value in tree_leaves(result) if _is_real(value)]
-            if not _is_exact([*given, *found]):
-                seed = zlib.crc32(repr((name, [_layout(value) for value in given], torch.get_num_threads())).encode())
-                for at, value in enumerate(found):
+            exact = _are_exact(given)
+            seed = zlib.crc32(repr((name, [_layout(value) for value in given], torch.get_num_threads())).encode())
+            for at, value in enumerate(found):
+                if not (exact and _are_exact([value])):
                     _move(value, seed + at)
         return result
 
@@ -81,7 +82,7 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
     return str(value.dtype), list(value.shape), strides
 
 
-def _is_exact(values: list[torch.Tensor]) -> bool:
+def _are_exact(values: list[torch.Tensor]) -> bool:
     """Whether all are multiples of a sixteenth, whose sums are the same in any order."""
     return all(bool((v * 16 == (v * 16).round()).all()) for v in values if v.is_floating_point())
 

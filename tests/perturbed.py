@@ -41,11 +41,18 @@ class Perturbed:
     def __exit__(self, *error: object) -> None:
         _MOVED.moves = False
 
+    @staticmethod
+    def is_on() -> bool:
+        """Whether results are moved, as they must be in a process that a test compares with its own."""
+        return bool(_MOVED.moves)
+
 
 def asks_for_bits(test: Any) -> bool:
     """Whether a test asks for equal bits: its code, or that of a function of the tests that it names, calls
-    `torch.equal`, or compares with a tolerance that it chooses, as 0."""
-    return isinstance(test, types.FunctionType) and any(map(_compares_bits, _with_helpers(test)))
+    `torch.equal`, or compares with a tolerance that it chooses, as 0. A test of `Perturbed` itself does not."""
+    if not isinstance(test, types.FunctionType) or "Perturbed" in test.__code__.co_names:
+        return False
+    return any(map(_compares_bits, _with_helpers(test)))
 
 
 @functools.cache
