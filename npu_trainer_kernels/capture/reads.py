@@ -6,8 +6,8 @@ each call of something that is written in C. A call that depends on more than ob
 clock, a file, a generator of random numbers, an iterator) is refused by name. What the code reads is followed in
 `watched`.
 
-Code of PyTorch, NumPy, Triton, DeepSpeed, Python's standard library, transformers' utilities and this package is assumed not to
-change.
+Code of PyTorch, NumPy, Triton, DeepSpeed, Python's standard library, transformers' utilities and this package is
+assumed not to change.
 """
 
 from __future__ import annotations
