@@ -40,6 +40,7 @@ __all__ = ["SIMPLE", "Watched", "torch_settings"]
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONSTANT = (
     *SIMPLE, enum.Enum, range, slice, type(Ellipsis), type(NotImplemented), re.Pattern, np.generic, np.dtype, np.ufunc,
+    type(np.all),
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
     types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, types.CodeType,
     types.GenericAlias, types.UnionType, logging.Logger, logging.LoggerAdapter, contextvars.ContextVar,

@@ -187,7 +187,7 @@ MEMBERS: dict[str, Member] = {
     "tuple of objects": Member(
         lambda s: s.held[0].own, lambda s, v: setattr(s.held[0], "own", v), lambda: (Schedule(),)
     ),
-    "array": Member(lambda s: float(s.held[0]), lambda s, v: s.held.__setitem__(0, v), lambda: np.ones(2)),
+    "array": Member(lambda s: float(np.max(s.held[:1])), lambda s, v: s.held.__setitem__(0, v), lambda: np.ones(2)),
     "module of Python": Member(lambda _: MODULE.value, lambda _, v: setattr(MODULE, "value", v)),  # type: ignore[attr-defined]
     "closure": Member(CLOSURE, lambda _, v: PUT(v)),
     "default": Member(with_default, lambda _, v: with_default.__defaults__[1].__setitem__(0, v)),
