@@ -174,7 +174,7 @@ class Batch:
         where, live = self.layout, self.computed
         n = live if tokens is None else tokens
         new = self.arguments(n, by_columns)
-        device = (new["input_ids"] if "input_ids" in new else new["inputs_embeds"]).device
+        device = new["attention_mask"].device
         keys = None if where.keys is None else Shared.make(where.keys, live, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
         packing = packing_for(body, body.get_submodule(inner), segments, backend, n)

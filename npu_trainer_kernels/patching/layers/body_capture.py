@@ -215,8 +215,9 @@ class BodyCapture(Counts):
         if reasons := [one.reason for one in alike if one.reason]:
             return reasons[0]
         # Tables of embeddings are large, and so are their gradients; and other code sets hooks on them.
-        table = _embeddings(forward) if "input_ids" in new else None
-        inputs = _Inputs(flat, new.get("input_ids"), table, None if table is None else table(new["input_ids"]))
+        ids = new["input_ids"] if new.get("inputs_embeds") is None else None
+        table = None if ids is None else _embeddings(forward)
+        inputs = _Inputs(flat, ids, table, None if table is None else table(ids))
         fits = [one for one in alike if one.embeds == inputs.embeds and _has_room(one.room, row)]
         found = min(fits, key=lambda one: one.room.segments) if fits else None
         found = found or self._another(way, alike, row, forward, inputs, mode)
