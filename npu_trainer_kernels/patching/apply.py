@@ -274,6 +274,8 @@ class NpuKernels:
                 self._report.sites.append(site)
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
+        if mode == "body" and all(site.op != PaddingPatch.op for site in self._report.sites):
+            self._report.note(f"capture='body' does nothing: {PaddingPatch.op} serves no body of this model")
         self._note_others(model)
         self._warn_of_attention(model, where)
         if (newer := newer_torch(str(torch.__version__))) is not None:

@@ -220,12 +220,14 @@ class BoundedSegments:
 
     def seen(self, window: int | None) -> torch.Tensor:
         """Returns the mask `[queries, keys]` of the keys that each query sees, computed on the device."""
-        device, room = self.cu_q.device, self._room
-        query = torch.arange(room.tokens, device=device)
-        key = torch.arange(room.keys or room.tokens, device=device)
-        at = torch.searchsorted(self.cu_q.long(), query, right=True)  # the number of the segment, and 1
-        last = self.cu_k.index_select(0, at) - self.cu_q.index_select(0, at) + query
-        first = self.cu_k.index_select(0, at - 1)
+        room, cu_q, cu_k = self._room, self.cu_q, self.cu_k
+        query = torch.arange(room.tokens, device=cu_q.device)
+        key = torch.arange(room.keys or room.tokens, device=cu_q.device)
+        # The number of the segment, and 1. Queries behind the last segment see nothing.
+        at = torch.searchsorted(cu_q.long(), query, right=True).clamp(max=room.segments)
+        last = cu_k.index_select(0, at) - cu_q.index_select(0, at) + query
+        first = cu_k.index_select(0, at - 1)
         if window is not None:
             first = torch.maximum(first, last - (window - 1))
-        return (key >= first.unsqueeze(1)) & (key <= last.unsqueeze(1))
+        inside = (query < cu_q[-1]).unsqueeze(1)
+        return inside & (key >= first.unsqueeze(1)) & (key <= last.unsqueeze(1))

@@ -406,9 +406,12 @@ def _by_mask(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: BoundedSegments,
     options: Options, by_formula: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes all segments at once, with a mask of all queries and keys that the device computes."""
+    """Computes all segments at once, with a mask of all queries and keys that the device computes. Queries in no
+    segment get NaNs, since the kernels that this stands in for leave there what the memory had before."""
     seen = segments.seen(options.window)
-    if not by_formula:
-        return _by_pytorch(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), options, seen)[0]
-    sink = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(len(q), -1)
-    return _by_formula(q, k, v, sink, options, seen)
+    if by_formula:
+        sink = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(len(q), -1)
+        out = _by_formula(q, k, v, sink, options, seen)
+    else:
+        out = _by_pytorch(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), options, seen)[0]
+    return out.masked_fill(~seen.any(1)[:, None, None], torch.nan)

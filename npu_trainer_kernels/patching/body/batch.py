@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ops.attention import Segments, Shared, take, uploaded
 from ..call import Scored
+from ..patch import Site
 from .layout import DEAD, PREDICTS, READ, Layout, layout
 from .mixers import LiveRows, live_tokens_alone
 from .packed import Unserved, packed_row, packing_for
@@ -30,6 +31,7 @@ class BodyForward:
         by_columns: whether position ids count columns, padding included; None: the body takes none.
         backend: the override for attention.
         carries: whether modules of it carry a state by segments.
+        mixes: whether modules of it get the padded batch.
     """
 
     kind: Any
@@ -38,6 +40,15 @@ class BodyForward:
     by_columns: bool | None
     backend: str | None
     carries: bool
+    mixes: bool
+
+    @classmethod
+    def of(cls, site: Site, module: Any) -> BodyForward:
+        """Returns how a row is passed to a body that a site serves."""
+        proof = site.form.proof
+        return cls(
+            site.kind, module, site.form.inner, proof.by_columns, site.backend, bool(proof.carried), proof.mixes
+        )  # fmt: skip
 
 
 def hidden_of(out: Any) -> torch.Tensor:

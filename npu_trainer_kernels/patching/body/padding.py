@@ -343,20 +343,23 @@ class PaddingPatch(Patch):
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
-        bodies = None if call is None or form.proof.mixes else call.settings.bodies
-        worth = worth or full or bodies is not None or _is_slow(form, _rows_of(given))
+        bodies = None if call is None else call.settings.bodies
+        worth = worth or full or _is_slow(form, _rows_of(given)) or (bodies is not None and not form.proof.mixes)
         # The model's own code may not keep apart rows that a collator has packed.
         if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
             return LateRefusal(UNREPORTED)
         try:
-            if form.proof.mixes and packed:
+            out = None if bodies is None else bodies.call(batch, BodyForward.of(site, module))
+            if out is not None:
+                pass
+            elif form.proof.mixes and packed:
                 _, apart = rows_apart(given, batch.layout.lengths)
                 if "position_ids" not in {*form.names, *kwargs}:
                     del apart["position_ids"]
                 out, _ = Batch.of(apart, None, share=False).beside_mixers(site.kind, module, batch.shape)
             elif form.proof.mixes:
                 out, _ = batch.beside_mixers(site.kind, module)
-            elif bodies is None or (out := bodies.call(batch, _forward(site, module))) is None:
+            else:
                 layers = None if call is None else call.settings.layers
                 tokens = None if layers is None else layers.tokens(batch.computed)
                 out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend, tokens)
@@ -388,13 +391,6 @@ class PaddingPatch(Patch):
         return out
 
 
-def _forward(site: Site, module: Any) -> BodyForward:
-    form: BodyForm = site.form
-    return BodyForward(
-        site.kind, module, form.inner, form.proof.by_columns, site.backend, bool(form.proof.carried)
-    )  # fmt: skip
-
-
 def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a body's call by name. Without a mask, position ids that the model got and did not pass
     on are among them, because they may separate rows."""
@@ -407,16 +403,15 @@ def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 
 
 def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
-    """Whether rows with neither a mask nor position ids are packed, since none of them has padding, and a graph of
-    the whole body takes packed rows alone. `fit`, whose ids
+    """Whether rows with neither a mask nor position ids are packed, since none of them has padding. `fit`, whose ids
     have no numbers and no device, asks for what an accelerator computes."""
     rows, call = _rows_of(given), current_call()
     if given.get("attention_mask") is not None or form.proof.mixes:
         return False
     if isinstance(rows, FakeTensor):
         return form.slow and call is not None and call.settings.full
-    captures = call is not None and call.settings.bodies is not None and isinstance(rows, torch.Tensor)
-    return (captures or _is_slow(form, rows)) and given.get("position_ids") is None and torch.is_grad_enabled()
+    captured = call is not None and call.settings.bodies is not None  # such rows alone are captured
+    return (captured or _is_slow(form, rows)) and given.get("position_ids") is None and torch.is_grad_enabled()
 
 
 def _passed_on(kind: Any) -> tuple[str, ...]:

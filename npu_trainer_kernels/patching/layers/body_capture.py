@@ -43,7 +43,7 @@ from ...support.errors import one_line
 from ..body import Batch, BodyForward, Unserved, packed_row, packing_for
 from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS
-from ..patch import PLAIN, Site, is_transformed
+from ..patch import PLAIN, PROBE_ERRORS, Site, is_transformed
 from ..undo import Undo
 from .buckets import MOST_VARIANTS, NUMBERS, Mode, Turn
 from .call_arguments import CallArguments, Now, outputs_of
@@ -68,6 +68,8 @@ class _Captured:
 
     room: Room
     state: LayerState
+    number: int
+    """The number of the state: the graphs of one state with several bounds have the same."""
     embeds: Any
     """Whether tokens are embedded before, and with a gradient."""
     pieces: Pieces | None = None
@@ -119,6 +121,11 @@ class _Way:
     captured: list[_Captured] = field(default_factory=list)
     looked: tuple[Reads, LayerState] | None = None
 
+    def with_room(self, row: Room, inputs: _Inputs) -> list[_Captured]:
+        """Returns the graphs that a row has room in, those with the fewest segments first."""
+        fits = [one for one in self.captured if one.embeds == inputs.embeds and _has_room(one.room, row)]
+        return sorted((one for one in fits if one.pieces is not None), key=lambda one: one.room.segments)
+
 
 class BodyCapture(Counts):
     """Captures the bodies of a model and replays them."""
@@ -138,11 +145,10 @@ class BodyCapture(Counts):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the counts as a plain dict."""
-        there = [one for way in self._ways.values() for one in way.captured if one.pieces is not None]
+        rooms = {one.room for way in self._ways.values() for one in way.captured if one.pieces is not None}
         return {
             "on": True, "replayed": self.replayed, "own_code": self.eager,
-            "graphs": sum(one.pieces.graphs for one in there if one.pieces is not None),
-            "buckets": len({one.room for one in there}), "captured": self.captured,
+            "graphs": sum(each.graphs for each in self._graphs()), "buckets": len(rooms), "captured": self.captured,
             "seconds": round(self.seconds, 3), "reasons": dict(self.reasons),
         }  # fmt: skip
 
@@ -153,6 +159,9 @@ class BodyCapture(Counts):
             f"{self.seconds:.1f} s spent on capturing"
         )
         return "\n".join([line, *self.reason_lines()])
+
+    def _graphs(self) -> list[Pieces]:
+        return [one.pieces for way in self._ways.values() for one in way.captured if one.pieces is not None]
 
     def install(self, model: nn.Module) -> None:
         """Lets the bodies in a model be captured. The patch that leaves padding out asks for it at each call."""
@@ -206,21 +215,21 @@ class BodyCapture(Counts):
         if mode.awaits() is not None:
             return "another forward awaits its backward"
         cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        key = id(forward.body), forward.inner, forward.backend, device, mode.keeps, cast, flat.kinds()
+        kind = flat.kinds()
+        key = id(forward.body), forward.inner, forward.backend, device, mode.keeps, cast, forward.body.training, kind
         if key not in self._ways:
             self._ways[key] = _Way()  # what this call needs of libraries and memory is known the next time
             return ""
         way = self._ways[key]
-        alike = [one for one in way.captured if one.state.holds()]
-        if reasons := [one.reason for one in alike if one.reason]:
-            return reasons[0]
+        refused = next((one.reason for one in way.captured if one.reason and one.state.holds()), None)
+        if refused is not None:
+            return refused
         # Tables of embeddings are large, and so are their gradients; and other code sets hooks on them.
         ids = new["input_ids"] if new.get("inputs_embeds") is None else None
         table = None if ids is None else _embeddings(forward)
         inputs = _Inputs(flat, ids, table, None if table is None else table(ids))
-        fits = [one for one in alike if one.embeds == inputs.embeds and _has_room(one.room, row)]
-        found = min(fits, key=lambda one: one.room.segments) if fits else None
-        found = found or self._another(way, alike, row, forward, inputs, mode)
+        found = next((one for one in way.with_room(row, inputs) if one.state.holds()), None)
+        found = found or self._another(way, row, forward, inputs, mode)
         if found.pieces is None:
             return found.reason
         segments = uploaded(table_of(found.room, where.lengths, where.key_lengths, where.keys), device)
@@ -239,6 +248,10 @@ class BodyCapture(Counts):
         call = current_call()
         if collected_outputs() or (call is not None and call.collects):
             return "outputs of its layers are asked for"
+        if forward.mixes:
+            return "modules that mix tokens get the padded batch, whose shape is another one at each step"
+        if any(isinstance(module, FSDPModule) for module in forward.body.modules()):
+            return "its parameters move (FSDP2)"
         return "modules with a state go by lengths on the host" if forward.carries else None
 
     def _mode(self, where: torch.device, keeps: bool) -> Mode:
@@ -247,23 +260,24 @@ class BodyCapture(Counts):
             self._modes[where, keeps] = Mode(recorder_for(where), keeps, None, ReplayedMemory())
         return self._modes[where, keeps]
 
-    def _another(
-        self, way: _Way, alike: list[_Captured], row: Room, forward: BodyForward, inputs: _Inputs, mode: Mode
-    ) -> _Captured:  # fmt: skip
-        """Captures a body for a row that has no room in the graphs that the body has in this state (`alike`)."""
-        rooms = [one.room for one in alike if one.embeds == inputs.embeds]
-        made = _Captured(Room.around(row, rooms), LayerState(forward.body, tables=False), inputs.embeds)
-        if len(way.captured) - len(alike) >= MOST_VARIANTS:
+    def _another(self, way: _Way, row: Room, forward: BodyForward, inputs: _Inputs, mode: Mode) -> _Captured:
+        """Captures a body for a row that has no room in the graphs that the body has in its present state."""
+        alike = [one for one in way.captured if one.state.holds() and one.embeds == inputs.embeds]
+        states = {one.number for one in way.captured}
+        number = alike[0].number if alike else next(NUMBERS)
+        room = Room.around(row, [one.room for one in alike])
+        made = _Captured(room, LayerState(forward.body, tables=False), number, inputs.embeds)
+        if len(states - {number}) >= MOST_VARIANTS:
             made.reason = f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
             return made
         made.reason = _why_not(forward.body, inputs.table) or mode.recorder.no_room() or ""
         if not made.reason:
             if mode.keeps:
-                for each in (one for way in self._ways.values() for one in way.captured if one.pieces is not None):
-                    each.pieces.release()
+                for each in self._graphs():
+                    each.release()
             self._capture(made, way, forward, inputs, mode)
         # Where there is more room now, the graphs with less of it are needed no longer.
-        narrow = [one for one in alike if one.embeds == made.embeds and made.room.covers(one.room)]
+        narrow = [one for one in alike if made.room.covers(one.room)]
         way.captured = [*(one for one in way.captured if all(one is not each for each in narrow)), made]
         return made
 
@@ -301,7 +315,7 @@ class BodyCapture(Counts):
         index = np.arange(room.tokens) if room.keys else None
         buffers.append(uploaded(table_of(room, lengths, lengths, index), buffers[0].device).clone())
         stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in body.parameters()}
-        originals = {stand_ins[id(p)]: p for p in body.parameters()}
+        originals: dict[torch.Tensor, torch.Tensor] = {stand_ins[id(p)]: p for p in body.parameters()}
         puts: list[Any] = []
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -335,7 +349,7 @@ class BodyCapture(Counts):
         except (Refused, Unserved) as error:
             made.state, made.reason = before, str(error)
             return
-        except RuntimeError as error:  # of the device, or of code that cannot be captured: the body's own code goes on
+        except PROBE_ERRORS as error:  # of the device, or of code that cannot be captured: the body's own code goes on
             made.state, made.reason = before, f"it could not be captured: {one_line(error, 120)}"
             return
         if not before.holds():
@@ -352,13 +366,17 @@ def _has_room(room: Room, row: Room) -> bool:
 
 def _embeddings(forward: BodyForward) -> Any:
     """Returns the module that embeds the ids of a body."""
-    return forward.body.get_submodule(forward.inner).get_input_embeddings()
+    try:
+        table = forward.body.get_submodule(forward.inner).get_input_embeddings()
+    except NotImplementedError:
+        table = None
+    if table is None or all(module is not table for module in forward.body.modules()):
+        raise Refused("it does not say which of its modules embeds ids")
+    return table
 
 
 def _why_not(body: nn.Module, table: nn.Module | None) -> str | None:
     """Returns why a body is not captured, or None. What its `table` of embeddings does is no part of its graphs."""
-    if any(isinstance(module, FSDPModule) for module in body.modules()):
-        return "its parameters move (FSDP2)"
     apart = {body, *(() if table is None else table.modules())}
     for module in (each for each in body.modules() if each not in apart):
         if has_foreign_hooks(module):

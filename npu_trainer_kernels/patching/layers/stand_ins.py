@@ -59,16 +59,16 @@ class _Known(nn.Module):
 
     def __init__(self, part: nn.Module, given: torch.Tensor, result: torch.Tensor) -> None:
         super().__init__()
-        self.__dict__.update(part=part, given=given, result=result, calls=0)
+        self.__dict__.update(_part=part, _given=given, _results=[result])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["part"], name)
+        return getattr(self.__dict__["_part"], name)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if given is not self.given or self.calls > 1:
+        own = self.__dict__
+        if given is not own["_given"] or not own["_results"]:
             raise Refused("its code embeds other ids than it is given, or does so several times")
-        result: torch.Tensor = self.result
+        result: torch.Tensor = own["_results"].pop()
         return result
 
 
@@ -82,12 +82,14 @@ def without_part(module: nn.Module, part: nn.Module, given: torch.Tensor, result
         given: what it is called with; a call with anything else, and a second one, raise `Refused`.
         result: its result.
     """
-    known = {id(part): _Known(part, given, result)}
+    known = _Known(part, given, result)
     own = [(m.__dict__, m._modules) for m in module.modules() if any(each is part for each in m._modules.values())]
     try:
         for where, parts in own:
-            where["_modules"] = OnThisThread(parts, known)
+            where["_modules"] = OnThisThread(parts, {id(part): known})
         yield
+        if known.__dict__["_results"]:
+            raise Refused("its code does not embed the ids that it is given")
     finally:
         for where, parts in own:
             where["_modules"] = parts
