@@ -134,8 +134,8 @@ class NpuKernelsCallback(TrainerCallback):
     `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding),
     `peak_memory_gib`, where padding is left out `padding_left_out` (the share of the positions since the last log) and
     `beginnings_left_out` (the share of their tokens that shared beginnings saved), where decoder layers are captured
-    `layers_replayed` (the share of their calls since the last log), where whole bodies are `bodies_replayed` (likewise),
-    where the model generates `generation_seconds` (the time since the last log that it took), and `update_seconds` and
+    `layers_replayed` (the share of their calls since the last log) and where whole bodies are `bodies_replayed`, where
+    the model generates `generation_seconds` (the time since the last log that it took), and `update_seconds` and
     `waiting_seconds` (of a step and between two steps, on average since the last log, `training.step_times`) to the
     Trainer's logs.
 

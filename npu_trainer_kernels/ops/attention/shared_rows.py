@@ -162,7 +162,7 @@ class _Take(torch.autograd.Function):
         return ctx.rows.gradient(dy), None
 
 
-class Rows(Protocol):
+class Gather(Protocol):
     """What `take` is called with: `Shared`, or its counterpart in a graph (`bounded_segments.BoundedRows`)."""
 
     @property
@@ -176,7 +176,7 @@ class Rows(Protocol):
         """Computes the gradient of the source from the gradient of the result."""
 
 
-def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+def take(x: torch.Tensor, rows: Gather) -> torch.Tensor:
     """Gathers the rows `[m, ...]` of x `[n, ...]` that `rows` names. The module's docstring has the formulas.
 
     Raises:

@@ -59,16 +59,16 @@ class _Known(nn.Module):
 
     def __init__(self, part: nn.Module, given: torch.Tensor, result: torch.Tensor) -> None:
         super().__init__()
-        self.__dict__.update(_part=part, _given=given, _results=[result])
+        self.__dict__.update(stands_for=part, expected=given, results=[result])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_part"], name)
+        return getattr(self.__dict__["stands_for"], name)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         own = self.__dict__
-        if given is not own["_given"] or not own["_results"]:
+        if given is not own["expected"] or not own["results"]:
             raise Refused("its code embeds other ids than it is given, or does so several times")
-        result: torch.Tensor = own["_results"].pop()
+        result: torch.Tensor = own["results"].pop()
         return result
 
 
@@ -88,7 +88,7 @@ def without_part(module: nn.Module, part: nn.Module, given: torch.Tensor, result
         for where, parts in own:
             where["_modules"] = OnThisThread(parts, {id(part): known})
         yield
-        if known.__dict__["_results"]:
+        if known.__dict__["results"]:
             raise Refused("its code does not embed the ids that it is given")
     finally:
         for where, parts in own:
