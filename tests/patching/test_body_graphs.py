@@ -1,5 +1,6 @@
 """Captured bodies: equal to the bit to the body's own code in the same bucket, with other lengths at each step."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from npu_trainer_kernels import NpuKernelsCallback
 from npu_trainer_kernels.options import MODEL_OPS
 from tests.models import small_model
 from tests.patching.captured import FULL, rows
 from tests.patching.padded import Batch, loss_of, of_transformers, padded
 from tests.patching.whole import STEPS, BodyTwins, llama_bodies
+from tests.test_callback import make_trainer
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 DENSE: dict[str, dict[str, Any]] = {
@@ -27,6 +30,7 @@ def assert_replayed(twins: BodyTwins, steps: int, graphs: int = 2) -> None:
     assert not twins.reasons
 
 
+@pytest.mark.full("llama-tied", "qwen2", "phi3", "cohere", "olmo2", "granite")
 @pytest.mark.parametrize("family", DENSE)
 def test_families_have_the_same_bits_with_other_lengths_at_each_step(family: str) -> None:
     twins = BodyTwins(small_model(family, **DENSE[family]))
@@ -104,6 +108,8 @@ def test_lora_and_a_reference_whose_adapter_is_off(checkpointed: bool) -> None:
     )
 
     def step(model: Any, batch: Batch) -> torch.Tensor:
+        if checkpointed:
+            model.enable_input_require_grads()  # as TRL does at each step
         with model.disable_adapter(), torch.no_grad():
             reference = model(**batch).logits
         with torch.no_grad():
@@ -179,3 +185,12 @@ def test_the_report() -> None:
     assert str(twins.layers).startswith("body graphs: 83% of 6 calls replayed; 2 graphs for 1 buckets; ")
     assert twins.kernels.report().as_dict()["capture"]["graphs"] == 2
     assert twins.kernels.report().ran == twins.eager_kernels.report().ran
+
+
+def test_the_log_of_a_trainer(tmp_path: Path) -> None:
+    """The first batch is compared with the model's own code, and the call after that is the first of its kind."""
+    callback = NpuKernelsCallback(backend="torch", capture="body")
+    trainer = make_trainer(tmp_path, small_model("llama", use_cache=False), [callback], max_steps=3, logging_steps=1)
+    trainer.train()
+    shares = [entry["bodies_replayed"] for entry in trainer.state.log_history if "loss" in entry]
+    assert shares == [0, 1, 1]
