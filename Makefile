@@ -54,10 +54,9 @@ test-processors: $(STAMP)  ## the tests of numbers as on older processors: witho
 	done
 
 # On another processor the same products give other bits for other strides, shapes and numbers of matrices. Tests that ask
-# for equal bits run here with products that do so on every processor; `BITS=all` runs every test, `LAYOUTS=tests` everywhere.
-# Left out: what compares the attention of one key with its value, which is exact without a sum.
-BITS ?= bits
-LAYOUTS ?= $(filter-out tests/ops/test_segment_kernels.py,$(wildcard tests/ops/test_*.py)) tests/capture tests/patching/test_apply.py tests/patching/test_defaults.py tests/patching/test_experts.py
+# for equal bits run here with products that do so on every processor (CI: among the other tests); `BITS=all`: every test.
+BITS ?= only-bits
+LAYOUTS ?= tests
 
 test-perturbed: $(STAMP)  ## tests that ask for equal bits, with products that round by the layout of their operands
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) --perturbed $(BITS) $(LAYOUTS)

@@ -51,9 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--perturbed",
-        choices=("bits", "all"),
+        choices=("bits", "only-bits", "all"),
         help="moves the results of PyTorch's products within their rounding, by the layout of their operands "
-        "(tests/perturbed.py); runs all tests, or those alone that ask for equal bits",
+        "(tests/perturbed.py): in tests that ask for equal bits, in these and no other test is run, or in all",
     )
 
 
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Cases are looked at in an order that has nothing to do with their values, so that values of two parameters meet at
     random, and always the same ones.
     """
-    if config.getoption("--perturbed") == "bits":
+    if config.getoption("--perturbed") == "only-bits":
         config.hook.pytest_deselected(
             items=[item for item in items if not asks_for_bits(getattr(item, "function", None))]
         )
@@ -134,5 +134,6 @@ def _seed() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """Runs a test under `--perturbed` as on a processor whose products round by layout."""
-    with Perturbed() if pyfuncitem.config.getoption("--perturbed") else contextlib.nullcontext():
+    kind = pyfuncitem.config.getoption("--perturbed")
+    with Perturbed() if kind == "all" or (kind and asks_for_bits(pyfuncitem.function)) else contextlib.nullcontext():
         return (yield)

@@ -189,6 +189,15 @@ def loss_and_gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) 
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+def assert_trains_alike(found: Sequence[torch.Tensor], make: Callable[[], torch.nn.Module]) -> None:
+    """Holds what `loss_and_gradients` returns for `batch()` to the accuracy rule; `make` makes the unpatched model."""
+    plain, exact = make(), make().double()
+    with in_double():
+        truth = loss_and_gradients(exact, batch())
+    expected = loss_and_gradients(plain, batch())
+    assert_outcome_close(plain, found, expected, truth, lambda: loss_and_gradients(plain, batch()))
+
+
 def assert_outcome_close(
     model: torch.nn.Module, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor],
     truth: Sequence[torch.Tensor], again: Callable[[], Sequence[torch.Tensor]],

@@ -65,7 +65,9 @@ def test_what_is_exact_stays() -> None:
         assert torch.equal(a @ b, tokens_first(a) @ b)
         assert torch.equal(x.sum(1) + x.exp()[:, 0], x.sum(1) + x.exp()[:, 0])
         assert torch.equal(x * 2, tokens_first(x) * 2)
-    assert all(operator in PRODUCTS for operator in (torch.ops.aten.mm, torch.ops.aten.convolution_backward))
+    assert all(
+        operator in PRODUCTS for operator in (torch.ops.aten.mm.default, torch.ops.aten.convolution_backward.default)
+    )
 
 
 def test_a_planted_assertion_is_found() -> None:
@@ -86,7 +88,8 @@ def _helper(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def test_tests_that_ask_for_bits_are_known() -> None:
-    assert asks_for_bits(test_what_is_exact_stays)
+    assert asks_for_bits(_helper)
+    assert not asks_for_bits(test_what_is_exact_stays), "it has the stand-in itself"
     assert asks_for_bits(lambda a: _helper(a, a))
     assert asks_for_bits(lambda a: torch.testing.assert_close(a, a, rtol=0, atol=0))
     assert asks_for_bits(lambda a: all(map(torch.equal, a, a)))

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["arguments_renamed", "attributes_renamed", "cache_renamed", "rotation
 
 _CACHES = ("past_key_values", "cache_params", "cache", "layer_past")
 _NEW_CACHE = "kept_keys"
+_TIED = re.compile(r"_tied_weights_keys = ([{\[].*?[}\]])", re.DOTALL)
 _DEPRECATION = "from transformers.utils.deprecation import deprecate_kwarg"
 
 
@@ -123,7 +125,10 @@ def _read_elsewhere() -> frozenset[str]:
     codes: list[Any] = [compile(file.read_text(), "", "exec", dont_inherit=True) for file in files]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(name for code in codes for name in code.co_names)
+    # A model's file ties weights of modules of other files, by paths in strings.
+    tied = [text for file in (root / "models").glob("*/modeling_*.py") for text in _TIED.findall(file.read_text())]
+    parts = {part for text in tied for part in re.findall(r"\w+", text)}
+    return frozenset(name for code in codes for name in code.co_names) | parts
 
 
 def _made_modules(cls: ast.ClassDef, known: dict[str, ast.ClassDef]) -> set[str]:

@@ -137,11 +137,12 @@ def children(tree: ast.Module, cls: ast.ClassDef) -> dict[str, str]:
     known, found = classes(tree), {}  # type: dict[str, ast.ClassDef], dict[str, str]
     for node in ast.walk(cls):
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
-            made = _made(node.value, known)
+            made = _made(node.value, known) or ("" if isinstance(node.value, ast.Call) else None)
             if made is not None and isinstance(target.value, ast.Name) and target.value.id == "self":
                 if found.get(target.attr, made) != made:
-                    return {}  # one of several classes
+                    return {}  # one of several classes, some perhaps of other files
                 found[target.attr] = made
+    found = {name: made for name, made in found.items() if made}
     for base in cls.bases:
         if isinstance(base, ast.Name) and base.id in known:
             found = {**children(tree, known[base.id]), **found}

@@ -439,7 +439,7 @@ def test_elsewhere_all_is_served(device):
 
 
 def test_what_the_vendor_does_not_cover_goes_one_segment_after_another(npu):
-    given = tensors(Layout((1,) * 1025), npu, torch.bfloat16)
+    given = [(4 * t).round() / 4 for t in tensors(Layout((1,) * 1025), npu, torch.bfloat16)]  # exact in any order
     segments = Layout((1,) * 1025).segments(npu)
     with Recorder() as recorder:
         found = varlen_attention(*given, segments)

@@ -162,8 +162,8 @@ def test_heads_that_are_called_otherwise(name):
 
 
 def test_a_head_that_is_called_by_name_is_served():
-    model = small_model("llama")
-    expected = outcome(small_model("llama"), by_name)
+    model, plain = small_model("llama"), small_model("llama")
+    expected, truth = outcome(plain, by_name), outcome(small_model("llama").double(), by_name)
     with apply_npu_kernels(model, ops=HEAD) as kernels:
         found = outcome(model, by_name)
         assert sum(kernels.report().ran.values()) == 1
@@ -171,7 +171,7 @@ def test_a_head_that_is_called_by_name_is_served():
         with pytest.raises(TypeError):
             model.lm_head(torch.ones(1, 2, 48), IDS)
         assert [each.reason for each in kernels.report().declined] == ["it is given more than hidden states"]
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    assert_outcome_close(plain, found, expected, truth, lambda: outcome(plain, by_name))
 
 
 def test_a_model_without_a_head():

@@ -17,7 +17,8 @@ from transformers.utils.generic import can_return_tuple
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching.probe import plain_forward, rewritten_forward
 from npu_trainer_kernels.patching.probe.wrappers import looked_through
-from tests.models import batch, loss_and_gradients, small_model
+from tests.closeness import assert_as_close, rounded
+from tests.models import assert_trains_alike, batch, in_double, loss_and_gradients, small_model
 
 Forward = Callable[..., Any]
 
@@ -183,7 +184,7 @@ def test_looked_through(name: str) -> None:
     expected = loss_and_gradients(model_of(kind), batch())
     with apply_npu_kernels(model := model_of(kind), ops=["add_rms_norm"]) as kernels:
         found = loss_and_gradients(model, batch())
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+        assert_trains_alike(found, lambda: model_of(kind))
         assert [site.ran for site in kernels.report().sites] == [2]
         # The decorator's own code runs around the rewritten forward, and around nothing else.
         inside = looked_through(kind)
@@ -213,11 +214,15 @@ def test_old_names_of_arguments_go_on_working() -> None:
     model = model_of(kind)
     x = torch.randn(2, 5, 48)
     given = {"position_embeddings": model.model.rotary_emb(x, torch.arange(5)[None])}
-    expected = model.model.layers[0](hidden_states=x, **given)
+    own = functools.partial(model.model.layers[0], **given)
+    expected, moved = own(hidden_states=x), rounded(lambda: own(hidden_states=x))
+    exact = copy.deepcopy(model.model.layers[0]).double()
+    with in_double():
+        truth = exact(hidden_states=x.double(), position_embeddings=[t.double() for t in given["position_embeddings"]])
     with apply_npu_kernels(model, ops=["add_rms_norm"]) as kernels:
         with pytest.warns(FutureWarning, match="deprecated"):
             found = model.model.layers[0](states=x, **given)
-        assert torch.allclose(found, expected, atol=1e-6)
+        assert_as_close(found, expected, truth, "the layer", moved)
         assert kernels.report().sites[0].ran == 1
     with warnings.catch_warnings(action="error"):
         model.model.layers[0](hidden_states=x, **given)
@@ -231,13 +236,11 @@ def test_a_wrapper_that_a_base_class_makes_is_not_put_around_twice() -> None:
     model.train()
     calls: list[int] = []
     model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    expected = loss_and_gradients(copy.deepcopy(model), batch())
-    del calls[:]
     with apply_npu_kernels(model, ops=["add_rms_norm"]) as kernels:
         found = loss_and_gradients(model, batch())
         assert kernels.report().sites
     assert len(calls) == 2
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    assert_trains_alike(found, lambda: model_of(kind))
 
 
 class _Made(nn.Module):

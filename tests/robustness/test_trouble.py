@@ -16,6 +16,7 @@ from npu_trainer_kernels.ops.head import chunks, engine
 from tests import warm
 from tests.models import small_model
 from tests.patching.test_apply import state_of
+from tests.perturbed import Perturbed
 from tests.test_callback import losses, make_trainer
 from tests.training.test_grpo import reward, tokenizer
 
@@ -27,8 +28,10 @@ STEPS, SAVED, KILLED = 5, 2, 4
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run_to_be_killed(folder) -> None:
+def run_to_be_killed(folder, perturbed) -> None:
     """Dies inside the head of step KILLED, with no chance to clean up."""
+    if perturbed:
+        Perturbed().__enter__()
     torch.set_num_threads(1)
     trainer = make_trainer(folder, callbacks=[NpuKernelsCallback()], **saving())
     original = chunks._project
@@ -47,7 +50,7 @@ def saving() -> dict:
 
 
 def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path):
-    process = warm.context().Process(target=run_to_be_killed, args=(tmp_path / "killed",))
+    process = warm.context().Process(target=run_to_be_killed, args=(tmp_path / "killed", Perturbed.is_on()))
     process.start()
     process.join(timeout=300)
     assert process.exitcode == -signal.SIGKILL
