@@ -138,6 +138,7 @@ class BodyCapture(Counts):
         self._modes: dict[Any, Mode] = {}
         self._ways: dict[Any, _Way] = {}
         self._owner = Owner()
+        self._last = 0, 0  # what there was until the model was restored
 
     def __deepcopy__(self, memo: object) -> BodyCapture:
         """A copy of a model is not captured."""
@@ -145,10 +146,10 @@ class BodyCapture(Counts):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the counts as a plain dict."""
-        rooms = {one.room for way in self._ways.values() for one in way.captured if one.pieces is not None}
+        graphs, buckets = self._there() or self._last
         return {
-            "on": True, "replayed": self.replayed, "own_code": self.eager,
-            "graphs": sum(each.graphs for each in self._graphs()), "buckets": len(rooms), "captured": self.captured,
+            "on": True, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": buckets,
+            "captured": self.captured,
             "seconds": round(self.seconds, 3), "reasons": dict(self.reasons),
         }  # fmt: skip
 
@@ -159,6 +160,11 @@ class BodyCapture(Counts):
             f"{self.seconds:.1f} s spent on capturing"
         )
         return "\n".join([line, *self.reason_lines()])
+
+    def _there(self) -> tuple[int, int] | None:
+        """Returns the number of graphs, and of their bounds; None: there are none."""
+        rooms = {one.room for way in self._ways.values() for one in way.captured if one.pieces is not None}
+        return (sum(each.graphs for each in self._graphs()), len(rooms)) if rooms else None
 
     def _graphs(self) -> list[Pieces]:
         return [one.pieces for way in self._ways.values() for one in way.captured if one.pieces is not None]
@@ -171,6 +177,7 @@ class BodyCapture(Counts):
 
     def _forget(self) -> None:
         """Discards all graphs; the counts stay."""
+        self._last = self._there() or self._last
         self._bodies.clear()
         self._modes.clear()
         self._ways.clear()
