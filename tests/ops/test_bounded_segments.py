@@ -1,6 +1,7 @@
 """Attention by a table with bounds: the values and gradients of attention by lengths, and rows without room."""
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 import torch
 
 from npu_trainer_kernels.ops import varlen_attention
-from npu_trainer_kernels.ops.attention import BoundedSegments, Room, table_of
+from npu_trainer_kernels.ops.attention import BoundedSegments, Room, needs_lengths, segment_kernels, table_of
 from npu_trainer_kernels.ops.attention.shared_rows import take
 from tests.ops.test_varlen_attention import LAYOUTS, OPTIONS, SHARED, Layout
 
+# The package's name for it is the function.
+varlen = import_module("npu_trainer_kernels.ops.attention.varlen_attention")
 Given = tuple[list[int], list[int], np.ndarray | None]
 
 
@@ -107,3 +110,27 @@ def test_rows_in_no_segment_get_what_is_no_number() -> None:
     out = varlen_attention(q, q, q, BoundedSegments(table, room))
     assert out[:5].isfinite().all()
     assert out[5:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "reason"),
+    [
+        ("cpu", torch.float32, {"softcap": 2.0}, None),
+        ("cuda", torch.bfloat16, {"window": 3, "sinks": True}, None),
+        (
+            "cuda",
+            torch.float32,
+            {},
+            "no flash attention serves float32 with heads of 64, and others go by",
+        ),
+        ("cuda", torch.bfloat16, {"softcap": 2.0, "sinks": True}, "no flash attention serves bfloat16 with a soft cap"),
+        ("cuda", torch.bfloat16, {"backend": "vendor"}, "torch_npu's attention takes the lengths of segments from"),
+    ],
+)
+def test_attention_that_needs_lengths(
+    device: str, dtype: torch.dtype, options: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_kernels.devices, "widest_flash_head", lambda _: 256)
+    monkeypatch.setattr(varlen.backends, "explain", lambda *_: (options.get("backend", "torch"), ""))
+    found = needs_lengths(torch.device(device), dtype, (64, 64), **options)
+    assert found is None if reason is None else str(found).startswith(reason)

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.capture import Refused
 from npu_trainer_kernels.capture import pieces as pieces_module
 from npu_trainer_kernels.ops.attention import Room, bounded_segments
-from npu_trainer_kernels.patching.layers import body_capture
+from npu_trainer_kernels.patching.body import BodyForward
+from npu_trainer_kernels.patching.layers import body_capture, layer_state, stand_ins
 from tests.models import small_model
 from tests.patching.captured import Outcome, assert_same, rows
 from tests.patching.padded import Batch, loss_of, values
@@ -146,6 +149,69 @@ def test_bodies_that_are_declined(family: str) -> None:
         "dropout": "it draws random numbers (",
     }[family])  # fmt: skip
     assert twins.kernels.report().why("capture")
+
+
+class Strange(nn.Parameter):
+    pass
+
+
+def test_parts_of_a_body_that_are_not_captured() -> None:
+    def why(prepare: Callable[[Any], Any]) -> str | None:
+        body = small_model("llama").model
+        prepare(body.layers[0].mlp.up_proj)
+        return body_capture._why_not(body, None)
+
+    def hooked(module: Any) -> None:
+        module.weight.register_hook(lambda grad: grad)
+
+    assert why(lambda module: None) is None
+    assert why(lambda module: vars(module).update(forward=module.forward)) == "a forward was set on a module of it"
+    assert why(lambda module: setattr(module, "weight", Strange(module.weight))) == "a parameter of it is a Strange"
+    assert why(hooked) == "a parameter of it has a hook"
+
+
+def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(module: Any, args: Any, out: Any) -> None:
+        pass
+
+    def collected(model: Any, batch: Batch) -> torch.Tensor:
+        with layer_state.collects_into({"router_logits": []}):
+            return loss_of(model, batch)
+
+    assert reasons_of(twins, collected) == {"outputs of its layers are asked for"}
+    counted.__module__ = "torch.counts"  # of other packages' hooks no row is packed
+    handle = register_module_forward_hook(counted)
+    try:
+        assert reasons_of(twins) == {"other code has hooked every module"}
+    finally:
+        handle.remove()
+    body = twins.model.model
+    forward = BodyForward(type(body), body, "", True, None, carries=False, mixes=True)
+    assert twins.layers._why_not_now(forward) == (
+        "modules that mix tokens get the padded batch, whose shape is another one at each step"
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(body_capture, "FSDPModule", nn.Linear)
+        assert reasons_of(twins) == {"its parameters move (FSDP2)"}
+    for model in twins.both:
+        monkeypatch.setattr(type(model.model), "get_input_embeddings", lambda _: None)
+    assert reasons_of(twins) == {"it does not say which of its modules embeds ids"}
+
+
+def test_bodies_that_embed_in_their_own_way() -> None:
+    module, ids, embedded = nn.Sequential(nn.Embedding(9, 4)), torch.tensor([[1, 2]]), torch.ones(1, 2, 4)
+    several = "its code embeds other ids than it is given, or does so several times"
+    none = "its code does not embed the ids that it is given"
+    ways: list[tuple[str, Callable[[], Any]]] = [
+        (several, lambda: module(ids + 1)), (several, lambda: (module(ids), module(ids))), (none, lambda: None),
+    ]  # fmt: skip
+    for reason, way in ways:
+        with pytest.raises(Refused, match=reason), stand_ins.without_part(module, module[0], ids, embedded):
+            way()
+    with stand_ins.without_part(module, module[0], ids, embedded):
+        assert module(ids) is embedded
+        assert module[0].weight.shape == (9, 4)
+    assert torch.equal(module(ids), nn.functional.embedding(ids, module[0].weight))
 
 
 def test_restore_frees_what_was_captured() -> None:
