@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import re
 import warnings
 from collections import Counter
 from typing import Any
@@ -125,7 +126,7 @@ def different(before: Facts, after: Facts, same_gradients: bool) -> str | None:
             return f"the kernels break it: {facts['broken']}"
     if "failed" in before or "failed" in after:
         # A moved source has other lines.
-        same = len({str(facts.get("failed")).rpartition(" [")[0] for facts in (before, after)}) == 1
+        same = len({re.sub(r" \[[^\[]*:\d+\]$", "", str(facts.get("failed"))) for facts in (before, after)}) == 1
         return None if same else f"it fails otherwise: {after.get('failed')}"
     count = 2 if same_gradients else 1
     if before["plain"][:count] != after["plain"][:count]:
