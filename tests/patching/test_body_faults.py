@@ -190,12 +190,20 @@ def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.Monke
     assert twins.layers._why_not_now(forward) == (
         "modules that mix tokens get the padded batch, whose shape is another one at each step"
     )
-    with monkeypatch.context() as patched:
-        patched.setattr(body_capture, "FSDPModule", nn.Linear)
-        assert reasons_of(twins) == {"its parameters move (FSDP2)"}
     for model in twins.both:
         monkeypatch.setattr(type(model.model), "get_input_embeddings", lambda _: None)
     assert reasons_of(twins) == {"it does not say which of its modules embeds ids"}
+
+
+def test_parameters_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_capture, "FSDPModule", nn.Linear)
+    model = small_model("llama")
+    kernels = apply_npu_kernels(model, backend="torch", capture="body")
+    for batch in STEPS:
+        module = model.model.layers[0].mlp.up_proj
+        module.weight = nn.Parameter(module.weight.detach().clone())
+        loss_of(model, batch).backward()
+    assert dict(kernels.settings.bodies.reasons) == {"its parameters move (FSDP2)": len(STEPS) - 1}
 
 
 def test_bodies_that_embed_in_their_own_way() -> None:

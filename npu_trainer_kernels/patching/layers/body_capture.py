@@ -116,9 +116,11 @@ class _Inputs:
 
 @dataclass
 class _Way:
-    """The graphs of one way to call a body. `looked` has the code that ran when it was captured last."""
+    """The graphs of one way to call a body. `looked` has the code that ran when it was captured last; `moves`: its
+    parameters are somewhere else at each call, so there are none."""
 
     captured: list[_Captured] = field(default_factory=list)
+    moves: bool = False
     looked: tuple[Reads, LayerState] | None = None
 
     def with_room(self, row: Room, inputs: _Inputs) -> list[_Captured]:
@@ -228,6 +230,8 @@ class BodyCapture(Counts):
             self._ways[key] = _Way()  # what this call needs of libraries and memory is known the next time
             return ""
         way = self._ways[key]
+        if way.moves:
+            return _MOVES
         refused = next((one.reason for one in way.captured if one.reason and one.state.holds()), None)
         if refused is not None:
             return refused
@@ -257,8 +261,6 @@ class BodyCapture(Counts):
             return "outputs of its layers are asked for"
         if forward.mixes:
             return "modules that mix tokens get the padded batch, whose shape is another one at each step"
-        if any(isinstance(module, FSDPModule) for module in forward.body.modules()):
-            return "its parameters move (FSDP2)"
         return "modules with a state go by lengths on the host" if forward.carries else None
 
     def _mode(self, where: torch.device, keeps: bool) -> Mode:
@@ -278,6 +280,7 @@ class BodyCapture(Counts):
             made.reason = f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
             return made
         made.reason = _why_not(forward.body, inputs.table) or mode.recorder.no_room() or ""
+        way.moves = made.reason == _MOVES
         if not made.reason:
             if mode.keeps:
                 for each in self._graphs():
@@ -371,6 +374,9 @@ def _has_room(room: Room, row: Room) -> bool:
     return room.tokens == Room.tokens_for(row) and room.for_row(row) is None
 
 
+_MOVES = "its parameters move (FSDP2)"
+
+
 def _embeddings(forward: BodyForward) -> Any:
     """Returns the module that embeds the ids of a body."""
     try:
@@ -384,6 +390,8 @@ def _embeddings(forward: BodyForward) -> Any:
 
 def _why_not(body: nn.Module, table: nn.Module | None) -> str | None:
     """Returns why a body is not captured, or None. What its `table` of embeddings does is no part of its graphs."""
+    if any(isinstance(module, FSDPModule) for module in body.modules()):
+        return _MOVES
     apart = {body, *(() if table is None else table.modules())}
     for module in (each for each in body.modules() if each not in apart):
         if has_foreign_hooks(module):
