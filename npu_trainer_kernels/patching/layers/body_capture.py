@@ -227,11 +227,12 @@ class BodyCapture(Counts):
         kind = flat.kinds()
         key = id(forward.body), forward.inner, forward.backend, device, mode.keeps, cast, forward.body.training, kind
         if key not in self._ways:
-            self._ways[key] = _Way()  # what this call needs of libraries and memory is known the next time
+            moves = any(isinstance(module, FSDPModule) for module in forward.body.modules())
+            self._ways[key] = _Way(moves=moves)  # what this call needs of libraries and memory is known the next time
             return ""
         way = self._ways[key]
         if way.moves:
-            return _MOVES
+            return "its parameters move (FSDP2)"
         refused = next((one.reason for one in way.captured if one.reason and one.state.holds()), None)
         if refused is not None:
             return refused
@@ -280,7 +281,6 @@ class BodyCapture(Counts):
             made.reason = f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
             return made
         made.reason = _why_not(forward.body, inputs.table) or mode.recorder.no_room() or ""
-        way.moves = made.reason == _MOVES
         if not made.reason:
             if mode.keeps:
                 for each in self._graphs():
@@ -374,9 +374,6 @@ def _has_room(room: Room, row: Room) -> bool:
     return room.tokens == Room.tokens_for(row) and room.for_row(row) is None
 
 
-_MOVES = "its parameters move (FSDP2)"
-
-
 def _embeddings(forward: BodyForward) -> Any:
     """Returns the module that embeds the ids of a body."""
     try:
@@ -390,8 +387,6 @@ def _embeddings(forward: BodyForward) -> Any:
 
 def _why_not(body: nn.Module, table: nn.Module | None) -> str | None:
     """Returns why a body is not captured, or None. What its `table` of embeddings does is no part of its graphs."""
-    if any(isinstance(module, FSDPModule) for module in body.modules()):
-        return _MOVES
     apart = {body, *(() if table is None else table.modules())}
     for module in (each for each in body.modules() if each not in apart):
         if has_foreign_hooks(module):
