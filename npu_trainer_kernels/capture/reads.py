@@ -6,8 +6,8 @@ each call of something that is written in C. A call that depends on more than ob
 clock, a file, a generator of random numbers, an iterator) is refused by name. What the code reads is followed in
 `watched`.
 
-Code of PyTorch, NumPy, Triton, Python's standard library, transformers' utilities and this package is assumed not to
-change.
+Code of PyTorch, NumPy, Triton, DeepSpeed, Python's standard library, transformers' utilities and this package is
+assumed not to change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 __all__ = ["Reads", "is_foreign"]
 
-_FOREIGN = frozenset(("torch", "torch_npu", "numpy", "triton", "npu_trainer_kernels"))
+_FOREIGN = frozenset(("torch", "torch_npu", "numpy", "triton", "deepspeed", "npu_trainer_kernels"))
 
 
 def is_foreign(name: Any) -> bool:
