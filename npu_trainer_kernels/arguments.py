@@ -46,7 +46,7 @@ class NpuKernelsArguments:
         default="auto",
         metadata={
             "help": "When decoder layers are captured as graphs of the device and replayed: 'auto' (on CUDA, if the "
-            "device is seen to wait for Python), 'on' or 'off'."
+            "device is seen to wait for Python), 'on' or 'off'; or 'body': the whole body at once, attention included."
         },
     )
 

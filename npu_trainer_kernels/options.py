@@ -41,8 +41,8 @@ BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 KERNEL_BACKENDS = ("triton", "ascend-lowering")
 STRICT = "strict"
 REPORT_LENGTHS = ("short", "full")
-# When `patching.layers` captures decoder layers.
-CAPTURE_MODES = ("auto", "on", "off")
+# When `patching.layers` captures decoder layers, or whole bodies.
+CAPTURE_MODES = ("auto", "on", "off", "body")
 # When `rollouts` generates by captured steps.
 ROLLOUT_MODES = ("auto", "on", "off")
 # The op of gated MLPs, which can compute slices of the tokens.
@@ -83,7 +83,7 @@ def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
 
 
 def check_capture(name: str, mode: object) -> None:
-    """Raises `ValueError` unless `mode` says when layers are captured."""
+    """Raises `ValueError` unless `mode` says when layers or bodies are captured."""
     _check_word(name, mode, CAPTURE_MODES)
 
 

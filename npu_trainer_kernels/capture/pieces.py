@@ -233,7 +233,7 @@ class Pieces:
         graded = torch.is_grad_enabled()
         for i, piece in enumerate(self.pieces):
             if graded:
-                leaves = (inputs[j] if type(leaf := self._leaves[j]) is int else leaf for j in piece.leaves)
+                leaves = (inputs[leaf] if type(leaf := self._leaves[j]) is int else leaf for j in piece.leaves)
                 outputs = _Run.apply(self, piece, turn, done, tokens, *entry, *leaves)
             else:
                 outputs = self.replay(piece, entry[0] if entry else None, tokens)

@@ -41,7 +41,7 @@ OPTIONS = {
     "NPU_KERNELS_CAPTURE": (
         "--capture",
         None,
-        "decoder layers as graphs: 'auto' (default), 'on' or 'off'",
+        "decoder layers as graphs: 'auto' (default), 'on' or 'off'; 'body': the whole body as graphs",
     ),
     "NPU_KERNELS_ROLLOUTS": ("--rollouts", None, "completions by captured steps: 'auto' (default), 'on' or 'off'"),
     "NPU_KERNELS_REPORT": ("--report", None, "what is printed when training begins: 'short' (default) or 'full'"),

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import check_ops, parse_override
+from ..options import CAPTURE_MODES, check_ops, parse_override
 from ._model import config_of
 from .output import FINE, FOUND, Output, UsageError, first_line, new_table
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", nargs="+", action="extend", help="which ops to use (default: all that apply)")
     parser.add_argument("--backend", help="overrides the choice of backend, as 'torch' or 'rms_norm=torch'")
     parser.add_argument(
-        "--capture", choices=("auto", "on", "off"), default="auto", help="when layers are captured (default auto)"
+        "--capture", choices=CAPTURE_MODES, default="auto", help="when layers or bodies are captured (default auto)"
     )
     parser.add_argument("--noise-runs", type=int, default=5, help="runs that measure the noise (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of batches (default 0)")

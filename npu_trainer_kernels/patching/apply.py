@@ -21,7 +21,7 @@ from .bound_forwards import BoundForwards, kernel_of_package
 from .call import CallSettings, leave_calls, track_calls
 from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
-from .layers import LayerCapture
+from .layers import BodyCapture, LayerCapture
 from .modules import GatedMlpPatch
 from .patch import HarmlessReason, Patch, Reason, Scene, Site, others_forward, serves_tokens
 from .patches import PATCHES
@@ -205,6 +205,7 @@ class NpuKernels:
         for site in self._sites.values():
             site.look = None
         self.settings.trl, self.settings.shares, self.settings.layers = None, False, None
+        self.settings.bodies = None
         self._undo.restore()
 
     def __repr__(self) -> str:
@@ -273,6 +274,8 @@ class NpuKernels:
                 self._report.sites.append(site)
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
+        if mode == "body" and all(site.op != PaddingPatch.op for site in self._report.sites):
+            self._report.note(f"capture='body' does nothing: {PaddingPatch.op} serves no body of this model")
         self._note_others(model)
         self._warn_of_attention(model, where)
         if (newer := newer_torch(str(torch.__version__))) is not None:
@@ -302,6 +305,12 @@ class NpuKernels:
     def _capture_layers(self, model: nn.Module, mode: str, where: torch.device) -> None:
         """Has the decoder layers captured, last of all: what is captured are the patched layers."""
         if mode == "off":
+            return
+        if mode == "body":
+            if self.settings.bodies is None:
+                self.settings.bodies = BodyCapture(self._undo, lambda: self._report.sites, self._is_comparing)
+            self._report.capture = self.settings.bodies
+            self.settings.bodies.install(model)
             return
         if mode == "auto" and not device.captures_unasked(where):
             if where.type != "cpu":
@@ -402,8 +411,9 @@ def apply_npu_kernels(
             backward, which recomputes them slice by slice. 0: all tokens at once.
         capture: whether decoder layers are captured as a device's graphs, and replayed where nothing has changed
             (`patching.layers`): `"auto"` (on CUDA, if the first training forwards show that the device waits for
-            Python), `"on"` or `"off"`. Nothing was measured on an NPU, so layers are captured there only if it is
-            `"on"`. On a CPU `"on"` replays tapes, which is slower and is there for tests.
+            Python), `"on"` or `"off"`; or `"body"`: the whole body is captured as one graph forward and one backward,
+            whatever the lengths of a batch's rows. Nothing was measured on an NPU, so layers are captured there only if
+            it is `"on"`. On a CPU `"on"` and `"body"` replay tapes, which is slower and is there for tests.
 
     Returns:
         The handle, which is also a context manager. A second call for the same model patches modules that were added

@@ -65,6 +65,7 @@ class CallSettings:
         caches: whether a training forward without `use_cache` returns the KV cache that its configuration requests.
         eval_caches: whether a forward in evaluation mode without `use_cache` does.
         layers: what captures the decoder layers (`layers.LayerCapture`), or None.
+        bodies: what captures whole bodies (`layers.BodyCapture`), or None.
         full: whether ids without numbers and without a mask (those of fit) are taken for rows without padding.
         learned: the plan that is learned from the gradients of TRL's loss, where no trainer provides one.
     """
@@ -77,6 +78,7 @@ class CallSettings:
     caches: bool = True
     eval_caches: bool = True
     layers: Any = None
+    bodies: Any = None
     full: bool = False
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 

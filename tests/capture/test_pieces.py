@@ -366,3 +366,14 @@ def test_fault_gradients_are_handed_out_as_static_buffers(monkeypatch: pytest.Mo
 def test_gradients_of_a_leaf_that_is_a_result_itself_are_counted():
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
     assert pieces_module._uses([x, x * y, x + 1]) == {x: 3, y: 1}
+
+
+def test_the_gradient_of_an_input_behind_one_without_gradient() -> None:
+    x, factor = torch.randn(3, requires_grad=True), torch.tensor(2)
+    places = [torch.tensor(0), torch.zeros(3, requires_grad=True)]
+    pieces = capture(lambda n, x: (x * n,), places, {}, [], recorder_for(torch.device("cpu")))
+    with torch.no_grad():
+        places[0].copy_(factor)
+        places[1].copy_(x)
+    pieces.run([factor, x], None)[0].sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))

@@ -156,7 +156,7 @@ def last_use_lost(monkeypatch):
         rows = plan.rows[: -len(self._several)]
         empty = None if plan.empty is None else plan.empty[: -len(self._several)]
         less = shared_rows.Shared(
-            self.index, self.n, self.gather, self._once, self._several, (shared_rows._RowIndex(rows, empty), most - 1)
+            self.index, self.n, self.gather, self._once, self._several, (shared_rows.RowIndex(rows, empty), most - 1)
         )
         return original(less, dy)
 
@@ -164,7 +164,7 @@ def last_use_lost(monkeypatch):
 
 
 def padding_not_zero(monkeypatch):
-    monkeypatch.setattr(shared_rows._RowIndex, "of", lambda self, x: x.index_select(0, self.rows))
+    monkeypatch.setattr(shared_rows.RowIndex, "of", lambda self, x: x.index_select(0, self.rows))
 
 
 FAULTS = {

@@ -62,9 +62,13 @@ class Twins:
         self.model, self.eager = model, copy.deepcopy(model)
         self.kernels = self._applied(self.model, prepare)
         other = self._applied(self.eager, prepare)
-        other.settings.layers._ready = lambda *_: ""
+        self._eager(other)
         self.eager_kernels = other
         self._kept: list[tuple[Outcome, Outcome]] = []
+
+    def _eager(self, kernels: NpuKernels) -> None:
+        """Lets the layers of a model run eagerly."""
+        kernels.settings.layers._ready = lambda *_: ""
 
     def _applied(self, model: Any, prepare: Callable[[Any], Any] | None) -> NpuKernels:
         if prepare is not None:

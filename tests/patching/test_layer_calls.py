@@ -621,7 +621,7 @@ def test_on_captures_each_number_of_tokens_the_second_time() -> None:
 
 
 def test_unknown_modes() -> None:
-    with pytest.raises(ValueError, match="capture must be one of auto, on, off; got 'yes'"):
+    with pytest.raises(ValueError, match="capture must be one of auto, on, off, body; got 'yes'"):
         check_capture("capture", "yes")
     kernels = apply_npu_kernels(small_model("llama"), backend="torch", capture="off")
     assert kernels.settings.layers is None

@@ -200,17 +200,25 @@ class ByKernel(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+def flash_serves(
+    device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, int], options: Options, sinks: bool
+) -> bool:
+    """Whether a flash attention supports a call."""
+    size = head_sizes[0]
+    if size > devices.widest_flash_head(device) or dtype not in _16_BITS or size != head_sizes[1]:
+        return False
+    if not sinks and _installed(options.softcap, options.window, options.dropout) is not None:
+        return True
+    return not (options.softcap is not None or size % 8 or (options.dropout and _is_replaced()))
+
+
 def by_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
-    options: Options,
-) -> torch.Tensor | None:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Any, options: Options
+) -> torch.Tensor | None:
     """Computes attention with a flash attention that supports the call. Returns None if none does."""
-    size = q.shape[-1]
-    if size > devices.widest_flash_head(q.device) or q.dtype not in _16_BITS or size != v.shape[-1]:
+    if not flash_serves(q.device, q.dtype, (q.shape[-1], v.shape[-1]), options, sinks is not None):
         return None
     function = None if sinks is not None else _installed(options.softcap, options.window, options.dropout)
     if function is not None:
         return _by_installed(function, q, k, v, segments, options)
-    if options.softcap is not None or size % 8 or (options.dropout and _is_replaced()):
-        return None
     return ByKernel.apply(q, k, v, sinks, segments, options, "flash")

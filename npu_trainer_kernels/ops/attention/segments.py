@@ -104,6 +104,16 @@ class Segments:
         return len(self.q_ends)
 
     @property
+    def queries(self) -> int:
+        """The number of queries of all segments."""
+        return self.q_ends[-1]
+
+    @property
+    def key_rows(self) -> int:
+        """The number of rows that k and v have before keys are gathered."""
+        return self.k_ends[-1] if self.keys is None else self.queries
+
+    @property
     def lengths(self) -> list[tuple[int, int]]:
         """The numbers of queries and keys of each segment."""
         q, k = (0, *self.q_ends), (0, *self.k_ends)

@@ -12,14 +12,14 @@ for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..host import once_differentiable
 
-__all__ = ["Shared", "take", "uploaded"]
+__all__ = ["RowIndex", "Shared", "places_of_uses", "take", "uploaded"]
 
 
 def uploaded(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -31,7 +31,7 @@ def uploaded(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _RowIndex:
+class RowIndex:
     """A gather, with its index on the device.
 
     Attributes:
@@ -43,16 +43,49 @@ class _RowIndex:
     empty: torch.Tensor | None
 
     @classmethod
-    def make(cls, index: np.ndarray, device: torch.device) -> _RowIndex:
+    def make(cls, index: np.ndarray, device: torch.device) -> RowIndex:
         empty = index < 0
         rows = np.where(empty, 0, index)
         return cls(uploaded(rows, device), uploaded(empty, device) if empty.any() else None)
 
+    @classmethod
+    def on_device(cls, index: torch.Tensor) -> RowIndex:
+        """Returns the same for an index on the device, whose numbers the host does not know."""
+        return cls(index.clamp(min=0), index < 0)
+
     def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers the rows of x."""
         y = x.index_select(0, self.rows)
         if self.empty is not None:
             y.masked_fill_(self.empty.view(-1, *(1,) * (y.dim() - 1)), 0)
         return y
+
+
+def places_of_uses(index: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns what the gradient of a gather is computed from.
+
+    Args:
+        index: `[m]`, for each row of the result, a row of the source, or -1.
+        n: the number of rows of the source.
+
+    Returns:
+        for each row of the source, its place in the result, or -1 if it has none, the first one if it has several,
+        since backward overwrites these rows and need not set them to zero first; the rows that have several places; and
+        a matrix with these places, a column for each of those rows, -1 where there are no more.
+    """
+    places = np.flatnonzero(index >= 0)
+    # Sort by row of the source; positions of one row remain in the order of the result.
+    places = places[np.argsort(index[places], kind="stable")]
+    uses = np.bincount(index[places], minlength=n)
+    first = np.cumsum(uses) - uses
+    once = np.full(n, -1, np.int64)
+    once[uses > 0] = places[first[uses > 0]]
+    several = np.flatnonzero(uses > 1)
+    turn = np.arange(uses[several].max(initial=0))[:, None]
+    matrix = np.where(
+        turn < uses[several], places[np.minimum(first[several] + turn, max(places.size - 1, 0))], -1
+    ) if several.size else np.full((0, 0), -1, np.int64)  # fmt: skip
+    return once, several, matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +100,10 @@ class Shared:
 
     index: np.ndarray
     n: int
-    gather: _RowIndex
-    _once: _RowIndex
+    gather: RowIndex
+    _once: RowIndex
     _several: torch.Tensor | None
-    _uses: tuple[_RowIndex, int] | None
+    _uses: tuple[RowIndex, int] | None
 
     @classmethod
     def make(cls, index: np.ndarray, n: int, device: torch.device | str) -> Shared:
@@ -91,26 +124,18 @@ class Shared:
         if index.size and not (index.min() >= -1 and index.max() < n):
             raise ValueError(f"index must lie in [-1, {n}); got values from {index.min()} to {index.max()}")
         device = torch.device(device)
-        places = np.flatnonzero(index >= 0)
-        # Sort by row of the source; positions of one row remain in the order of the result.
-        places = places[np.argsort(index[places], kind="stable")]
-        uses = np.bincount(index[places], minlength=n)
-        first = np.cumsum(uses) - uses
-        once = np.full(n, -1, np.int64)
-        once[uses == 1] = places[first[uses == 1]]
-        several = np.flatnonzero(uses > 1)
-        most = int(uses.max(initial=0))
-        plan = None
-        if several.size:
-            turn = np.arange(most)[:, None]
-            matrix = np.where(turn < uses[several], places[np.minimum(first[several] + turn, places.size - 1)], -1)
-            plan = _RowIndex.make(matrix.reshape(-1), device), most
-            # Backward overwrites these rows, so it need not set them to zero first.
-            once[several] = places[first[several]]
+        once, several, matrix = places_of_uses(index, n)
+        plan = (RowIndex.make(matrix.reshape(-1), device), len(matrix)) if several.size else None
         return cls(
-            index, n, _RowIndex.make(index, device), _RowIndex.make(once, device),
+            index, n, RowIndex.make(index, device), RowIndex.make(once, device),
             uploaded(several, device) if several.size else None, plan,
         )  # fmt: skip
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers the rows of x."""
+        if not self.n:
+            return x.new_zeros(len(self.index), *x.shape[1:])
+        return self.gather.of(x)
 
     def gradient(self, dy: torch.Tensor) -> torch.Tensor:
         """Computes the gradient of the source from the gradient of the result."""
@@ -127,11 +152,9 @@ class Shared:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: Shared) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, rows: Any) -> torch.Tensor:
         ctx.rows = rows
-        if not rows.n:
-            return x.new_zeros(len(rows.index), *x.shape[1:])
-        return rows.gather.of(x)
+        return rows.of(x)
 
     @staticmethod
     @once_differentiable
@@ -139,7 +162,21 @@ class _Take(torch.autograd.Function):
         return ctx.rows.gradient(dy), None
 
 
-def take(x: torch.Tensor, rows: Shared) -> torch.Tensor:
+class Gather(Protocol):
+    """What `take` is called with: `Shared`, or its counterpart in a graph (`bounded_segments.BoundedRows`)."""
+
+    @property
+    def n(self) -> int:
+        """The number of rows of the source."""
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers the rows of x."""
+
+    def gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        """Computes the gradient of the source from the gradient of the result."""
+
+
+def take(x: torch.Tensor, rows: Gather) -> torch.Tensor:
     """Gathers the rows `[m, ...]` of x `[n, ...]` that `rows` names. The module's docstring has the formulas.
 
     Raises:

@@ -13,6 +13,9 @@ a key that several segments see in fp32, in a fixed order.
 Backend "vendor" is torch_npu's operator. Backend "torch" uses flash attention on CUDA if that supports the call
 (`segment_kernels`). Otherwise it processes one segment after another, with `scaled_dot_product_attention` or, with a
 soft cap or sinks, with the formula. Lengths are numbers on the host, so the host does not wait for the device.
+A device's graph cannot go by numbers of the host. In one the op
+goes by `BoundedSegments`: flash attention reads where segments end from the device, and on a CPU, where tapes stand in
+for graphs, a mask that is computed from there serves all segments at once.
 `torch.compile` calls the op without tracing it, because a traced op would be recompiled for each batch's lengths.
 """
 
@@ -35,11 +38,15 @@ from ..checks import FLOATS, check_same_device, is_number
 from ..fallback import falls_back
 from ..host import autocasts
 from ..trial import TRIAL_ERRORS, differs
-from .segment_kernels import ByKernel, by_flash
+from .bounded_segments import BoundedSegments
+from .segment_kernels import ByKernel, by_flash, flash_serves
 from .segments import Options, Segments
 from .shared_rows import Shared, take
 
-__all__ = ["Segments", "Shared", "take", "trial", "unserved", "varlen_attention", "varlen_attention_reference"]
+__all__ = [
+    "Segments", "Shared", "needs_lengths", "take", "trial", "unserved", "varlen_attention",
+    "varlen_attention_reference",
+]  # fmt: skip
 
 _DTYPES = (*FLOATS, torch.float64)
 
@@ -59,10 +66,11 @@ def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 def _by_formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, options: Options
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, options: Options,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Computes a segment by the formula: q `[Lq, Hq, D]`, k `[Lk, Hk, D]`, v `[Lk, Hk, Dv]`, sinks `[Lq, Hq]` in the
-    dtype of the scores -> `[Lq, Hq, Dv]`."""
+    dtype of the scores -> `[Lq, Hq, Dv]`. With a mask `[Lq, Lk]` it says which keys each query sees."""
     (queries, heads, size), (keys, shared, _) = q.shape, k.shape
     group = heads // shared
     # The heads of q that share a head of k become additional rows of q.
@@ -71,7 +79,7 @@ def _by_formula(
     scores = scores.view(shared, group, queries, keys)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    seen = _seen(queries, keys, options.window, q.device)
+    seen = _seen(queries, keys, options.window, q.device) if mask is None else mask
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
@@ -85,12 +93,15 @@ def _by_formula(
     return out.view(shared, group, queries, v.shape[-1]).permute(2, 0, 1, 3).reshape(queries, heads, v.shape[-1])
 
 
-def _by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
-    """Computes several segments of one size with PyTorch's attention: q `[s, Lq, Hq, D]`, k and v likewise."""
+def _by_pytorch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Computes several segments of one size with PyTorch's attention: q `[s, Lq, Hq, D]`, k and v likewise. With a mask
+    `[Lq, Lk]` it says which keys each query sees."""
     queries, keys = q.shape[1], k.shape[1]
     # All backends of PyTorch's attention agree on `is_causal` only if both lengths are equal.
-    causal = queries == keys > 1 and (options.window is None or options.window >= keys)
-    seen = None if causal else _seen(queries, keys, options.window, q.device)
+    causal = mask is None and queries == keys > 1 and (options.window is None or options.window >= keys)
+    seen = mask if causal or mask is not None else _seen(queries, keys, options.window, q.device)
     group = q.shape[2] // k.shape[2]
     # In 16 bits the CPU's attention sums the gradients of heads that share keys in 16 bits, with twice the error. On
     # other devices the backends for fp32 and for masks do not support shared heads.
@@ -205,6 +216,31 @@ def unserved(
     return None if chosen == "vendor" else why
 
 
+def needs_lengths(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_sizes: tuple[int, int],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    backend: str | None = None,
+) -> str | None:
+    """Returns why the op cannot go by `BoundedSegments` on a device, for a report, or None if it can. A mask of all
+    queries and keys serves tests on a CPU; on an accelerator its size would be the square of the tokens.
+
+    Args:
+        device, dtype, head_sizes, window, softcap, sinks, backend: as for `unserved`.
+    """
+    if backends.explain("varlen_attention", device, backend)[0] == "vendor":
+        return "torch_npu's attention takes the lengths of segments from the host"
+    if device.type == "cpu" or flash_serves(device, dtype, head_sizes, Options(1.0, window, softcap), sinks):
+        return None
+    name = str(dtype).removeprefix("torch.")
+    cap = "" if softcap is None else " with a soft cap"
+    return f"no flash attention serves {name}{cap} with heads of {head_sizes[0]}, and others go by lengths on the host"
+
+
 @functools.cache
 def trial(
     device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, int], window: bool, softcap: float | None,
@@ -256,15 +292,14 @@ def trial(
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, sinks: torch.Tensor | None,
-    options: Options,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments | BoundedSegments,
+    sinks: torch.Tensor | None, options: Options,
 ) -> None:  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if tensor is not None and tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}")
     check_same_device(q=q, k=k, v=v, sinks=sinks, segments=segments.cu_q)
-    n = segments.q_ends[-1]
-    m = segments.k_ends[-1] if segments.keys is None else n
+    n, m = segments.queries, segments.key_rows
     if q.dim() != 3 or q.shape[0] != n:
         raise ValueError(f"q must have shape [{n}, Hq, D], a row for each query of the segments; got {list(q.shape)}")
     if k.dim() != 3 or k.shape[0] != m or k.shape[2] != q.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
@@ -292,7 +327,7 @@ def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    segments: Segments,
+    segments: Segments | BoundedSegments,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -309,7 +344,8 @@ def varlen_attention(
         k: `[n, Hk, D]`, of q's dtype, with Hk a divisor of Hq; if the segments have `k_lengths` without `keys`, it has
             as many rows as the sum of `k_lengths`.
         v: `[n, Hk, Dv]`, likewise.
-        segments: the segments of the row (`Segments.make`), and the keys that they share.
+        segments: the segments of the row (`Segments.make`), and the keys that they share; in a graph, the
+            `BoundedSegments` that a table on the device describes.
         scale: factor of the scores; None for D ** -0.5.
         window: the maximum number of keys that a query sees, including the one at its position; None for all.
         softcap: soft cap of the scaled scores, or None.
@@ -329,7 +365,7 @@ def varlen_attention(
     if autocasts(q) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (q, k, v))
     options = Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, dropout)
-    if not isinstance(segments, Segments):
+    if not isinstance(segments, Segments | BoundedSegments):
         raise TypeError(f"segments must be Segments; got {type(segments).__name__}")
     _check(q, k, v, segments, sinks, options)
     if window is not None and window >= segments.longest_k:
@@ -352,12 +388,30 @@ def varlen_attention(
 
 @falls_back("varlen_attention")
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
-    options: Options, backend: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    segments: Segments | BoundedSegments, options: Options, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     if backend == "vendor":
         return ByKernel.apply(q, k, v, sinks, segments, options, "vendor")
     out = by_flash(q, k, v, sinks, segments, options)
     if out is not None:
         return out
-    return _one_by_one(q, k, v, sinks, segments, options, options.softcap is not None or sinks is not None)
+    by_formula = options.softcap is not None or sinks is not None
+    if isinstance(segments, BoundedSegments):
+        return _by_mask(q, k, v, sinks, segments, options, by_formula)
+    return _one_by_one(q, k, v, sinks, segments, options, by_formula)
+
+
+def _by_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: BoundedSegments,
+    options: Options, by_formula: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Computes all segments at once, with a mask of all queries and keys that the device computes. Queries in no
+    segment get NaNs, since the kernels that this stands in for leave there what the memory had before."""
+    seen = segments.seen(options.window)
+    if by_formula:
+        sink = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(len(q), -1)
+        out = _by_formula(q, k, v, sink, options, seen)
+    else:
+        out = _by_pytorch(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), options, seen)[0]
+    return out.masked_fill(~seen.any(1)[:, None, None], torch.nan)

@@ -16,6 +16,7 @@ body's own code keeps their rows apart. `dropped_options.py` says where its own 
 Once for each class of body, `proof.py` compares both ways on a miniature of it.
 """
 
+from .batch import Batch, BodyForward
 from .dropped_options import dropped_options
 from .layout import MIN_SAVED
 from .packed import (
@@ -36,6 +37,8 @@ from .user_rows import first_rows
 
 __all__ = [
     "MIN_SAVED",
+    "Batch",
+    "BodyForward",
     "PackedMask",
     "Packing",
     "PaddingPatch",

@@ -11,12 +11,44 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ops.attention import Segments, Shared, take, uploaded
 from ..call import Scored
+from ..patch import Site
 from .layout import DEAD, PREDICTS, READ, Layout, layout
 from .mixers import LiveRows, live_tokens_alone
 from .packed import Unserved, packed_row, packing_for
 from .user_rows import ARGUMENTS, lengths_of_rows
 
-__all__ = ["Batch", "hidden_of", "routers_of"]
+__all__ = ["Batch", "BodyForward", "hidden_of", "routers_of"]
+
+
+@dataclass(frozen=True)
+class BodyForward:
+    """How a packed row is passed to a body.
+
+    Attributes:
+        kind: the class whose forward is called.
+        body: the module that it is called with.
+        inner: the path of the text-only body in it.
+        by_columns: whether position ids count columns, padding included; None: the body takes none.
+        backend: the override for attention.
+        carries: whether modules of it carry a state by segments.
+        mixes: whether modules of it get the padded batch.
+    """
+
+    kind: Any
+    body: Any
+    inner: str
+    by_columns: bool | None
+    backend: str | None
+    carries: bool
+    mixes: bool
+
+    @classmethod
+    def of(cls, site: Site, module: Any) -> BodyForward:
+        """Returns how a row is passed to a body that a site serves."""
+        proof = site.form.proof
+        return cls(
+            site.kind, module, site.form.inner, proof.by_columns, site.backend, bool(proof.carried), proof.mixes
+        )  # fmt: skip
 
 
 def hidden_of(out: Any) -> torch.Tensor:
@@ -150,11 +182,29 @@ class Batch:
         Raises:
             Unserved: a layer needs a feature that attention by segments lacks.
         """
+        where, live = self.layout, self.computed
+        n = live if tokens is None else tokens
+        new = self.arguments(n, by_columns)
+        device = new["attention_mask"].device
+        keys = None if where.keys is None else Shared.make(where.keys, live, device)
+        segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
+        packing = packing_for(body, body.get_submodule(inner), segments, backend, n)
+        packing.carries = True
+        with packed_row(packing):
+            out = kind.forward(body, **new)
+        return self.restored(out, n), packing
+
+    def arguments(self, n: int, by_columns: bool | None) -> dict[str, Any]:
+        """Returns the arguments of a body's call with one row.
+
+        Args:
+            n: the number of tokens of the row. Behind the batch's own there are copies of one token, with numbers that
+                are finite.
+            by_columns: as for `through`.
+        """
         given, where, (rows, width) = self.given, self.layout, self.shape
         embedded = given.get("inputs_embeds")
         device = (given["input_ids"] if embedded is None else embedded).device
-        n = len(where.places) if tokens is None else tokens
-        live = len(where.places)
         # Labels are for the head; the proof would have shown a body that uses them.
         new = {name: v for name, v in given.items() if name != "labels" and name not in ARGUMENTS}
         ones = torch.ones(1, n, dtype=torch.long, device=device)
@@ -174,12 +224,15 @@ class Batch:
         else:
             places = uploaded(_filled(where.places, n), positions.device)
             new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
-        keys = None if where.keys is None else Shared.make(where.keys, live, device)
-        segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
-        packing = packing_for(body, body.get_submodule(inner), segments, backend, n)
-        packing.carries = True
-        with packed_row(packing):
-            out = kind.forward(body, **new)
+        return new
+
+    def restored(self, out: Any, n: int) -> Any:
+        """Returns the output of a body's call with one row of n tokens in the batch's shape.
+
+        Raises:
+            Unserved: it has something that cannot be given this shape.
+        """
+        where, (rows, width) = self.layout, self.shape
         known = ("last_hidden_state", "router_logits")
         others = () if isinstance(out, tuple) else (name for name in out if name not in known)
         if (isinstance(out, tuple) and any(o is not None for o in out[1:])) or (name := next(iter(others), None)):
@@ -198,7 +251,7 @@ class Batch:
             out.last_hidden_state = padded
             if routed := routers_of(out):
                 out.router_logits = tuple(_padded_logits(logits, places_of, self.shape) for logits in routed)
-        return out, packing
+        return out
 
     def beside_mixers(self, kind: Any, body: Any, packed: tuple[int, int] | None = None) -> Any:
         """Returns the body's output in the batch's shape, and its `LiveRows`; only its mixers compute padding.

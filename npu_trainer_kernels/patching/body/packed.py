@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...capture import Refused, recording_now, seam, unwatched
-from ...ops.attention import Segments, trial, unserved, varlen_attention
+from ...ops.attention import BoundedSegments, Segments, needs_lengths, trial, unserved, varlen_attention
 from ..classes import derived, original_class
 from ..parallel import serve_inside
 from ..undo import Undo
@@ -85,7 +85,7 @@ class Packing:
     """One packed row on its way through a body.
 
     Attributes:
-        segments: the segments of the row.
+        segments: the segments of the row; in a graph of the whole body, those of a table on the device.
         backend: the override for the op.
         by: the `Undo` that has prepared the body (`attend_by_segments`).
         named: the attention that the body's configuration names.
@@ -97,7 +97,7 @@ class Packing:
         carries: whether modules that can do so shall.
     """
 
-    segments: Segments
+    segments: Segments | BoundedSegments
     backend: str | None
     by: Any
     named: str
@@ -112,12 +112,14 @@ class Packing:
     @functools.cached_property
     def states(self) -> StateRow:
         """The segments as modules with a state need them."""
+        if not isinstance(self.segments, Segments):
+            raise Refused("modules with a state go by lengths on the host")
         return StateRow(self.segments)
 
     @property
     def live(self) -> int:
         """The number of tokens in segments."""
-        return self.segments.q_ends[-1]
+        return self.segments.queries
 
     @property
     def longest(self) -> int:
@@ -242,7 +244,7 @@ def _attention(
     s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Takes the place of the functions that attend; query, key and value are [1, heads, tokens, size]."""
-    if recording_now():
+    if recording_now() and _recorded.get() is not None:
         named = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
         return _between_pieces(_attention, module, (query, key, value), attention_mask, {**named, **kwargs})
     if type(attention_mask) is not PackedMask:
@@ -260,6 +262,14 @@ def _attention(
         why_not, query.device, dtype, (query.shape[-1], value.shape[-1]), window, softcap, s_aux is not None, dropout,
         packing.backend,
     )  # fmt: skip
+    if isinstance(packing.segments, BoundedSegments):
+        sizes = query.shape[-1], value.shape[-1]
+        by_host = needs_lengths(
+            query.device, dtype, sizes, window=window, softcap=softcap, sinks=s_aux is not None,
+            backend=packing.backend,
+        )  # fmt: skip
+        if by_host is not None:
+            raise Refused(by_host)
     reason, lasts = served(segments=len(packing.segments)), True
     if reason is None and dtype is query.dtype and not query.dtype == key.dtype == value.dtype:
         reason = f"queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype}"
@@ -452,7 +462,9 @@ def row_under_way() -> Packing | None:
     return packing if packing is not None and packing.carries else None
 
 
-def packing_for(body: Any, text: Any, segments: Segments, backend: str | None, tokens: int) -> Packing:
+def packing_for(
+    body: Any, text: Any, segments: Segments | BoundedSegments, backend: str | None, tokens: int
+) -> Packing:
     """Returns the `Packing` of a row for a body that was prepared.
 
     Args:

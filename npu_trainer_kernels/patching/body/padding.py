@@ -34,56 +34,20 @@ from ..classes import forward_of, original_class
 from ..head import causal_lm
 from ..patch import UNREPORTED, Attempts, HarmlessReason, LateRefusal, Patch, Reason, Scene, Site, set_on_instance
 from ..undo import Undo
-from .batch import Batch, hidden_of
+from .batch import Batch, BodyForward, hidden_of
 from .caches import cache_field, can_promise, promised_cache
 from .layout import Layout
 from .mixed_rows import whose_loss
 from .mixers import leave_padding_to_mixers, mixers_under_way
 from .packed import Unserved, attend_by_segments, foreign_attention, under_way
 from .proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
+from .savings import Savings
 from .states import carry_by_segments, has_own_state_code
 from .user_rows import ARGUMENTS, may_be_packed, rows_apart
 
 __all__ = ["PaddingPatch", "draws_for_tokens", "outermost_body"]
 
 _BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
-
-
-@dataclass
-class Savings:
-    """Counts the positions of the batches that were packed.
-
-    Attributes:
-        positions: all positions.
-        live: those with a token.
-        computed: the tokens that went through the body.
-        trained: the calls with a gradient.
-        packed: the rows that a collator had packed.
-        mixed: what the model's own code does to these, if it does not keep them apart as well, or empty.
-        read: why padding is computed from now on, if a loss was found to read it, or empty.
-        beside: which modules compute padding nevertheless, or empty.
-    """
-
-    positions: int = 0
-    live: int = 0
-    computed: int = 0
-    trained: int = 0
-    packed: int = 0
-    mixed: str = ""
-    read: str = ""
-    beside: str = ""
-
-    def __str__(self) -> str:
-        if not self.positions:
-            return self.beside  # also before anything ran: padding of some modules is computed
-        saved = 1 - self.computed / self.live
-        return (
-            f"{self.live / self.positions:.0%} of the positions were live"
-            + (f", {saved:.0%} of their tokens saved by shared beginnings" if saved else "")
-            + (f", {self.beside}" if self.beside else "")
-            + (f", {self.packed} packed rows each by itself" if self.packed else "")
-            + (f", {self.mixed}" if self.mixed else "")
-        )
 
 
 @dataclass(frozen=True)
@@ -343,12 +307,16 @@ class PaddingPatch(Patch):
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
-        worth = worth or full or _is_slow(form, _rows_of(given))
+        bodies = None if call is None else call.settings.bodies
+        worth = worth or full or _is_slow(form, _rows_of(given)) or (bodies is not None and not form.proof.mixes)
         # The model's own code may not keep apart rows that a collator has packed.
         if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
             return LateRefusal(UNREPORTED)
         try:
-            if form.proof.mixes and packed:
+            out = None if bodies is None else bodies.call(batch, BodyForward.of(site, module))
+            if out is not None:
+                pass
+            elif form.proof.mixes and packed:
                 _, apart = rows_apart(given, batch.layout.lengths)
                 if "position_ids" not in {*form.names, *kwargs}:
                     del apart["position_ids"]
@@ -406,7 +374,8 @@ def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
         return False
     if isinstance(rows, FakeTensor):
         return form.slow and call is not None and call.settings.full
-    return _is_slow(form, rows) and given.get("position_ids") is None and torch.is_grad_enabled()
+    captured = call is not None and call.settings.bodies is not None  # such rows alone are captured
+    return (captured or _is_slow(form, rows)) and given.get("position_ids") is None and torch.is_grad_enabled()
 
 
 def _passed_on(kind: Any) -> tuple[str, ...]:

@@ -47,13 +47,13 @@ class Turn:
     """One training forward of the captured layers, until its backward.
 
     Attributes:
-        spot: the bucket of its layers.
+        spot: the bucket of its layers; None: a whole body has none.
         pending: the layers whose backward is to come.
         last: the index of the layer that was replayed last; layers are replayed in the order of their capture.
         number: what it writes to the `ReplayedMemory` that it fills.
     """
 
-    spot: Bucket
+    spot: Bucket | None = None
     pending: set[int] = field(default_factory=set)
     last: int = -1
     number: int = field(default_factory=NUMBERS.__next__)

@@ -32,14 +32,19 @@ from ..patch import PLAIN, Site, is_transformed
 from ..undo import Undo
 from .buckets import MOST_VARIANTS, Bucket, Captured, Input, Mode, Turn, bucket
 from .call_arguments import CallArguments, Now, outputs_of
+from .counts import Counts, calls_apart
 from .device_waits import DeviceWaits
 from .layer_state import (
+    CHECKPOINT,
+    ON_ANOTHER_THREAD,
+    SAVED_ELSEWHERE,
     LayerState,
     collected_outputs,
     collects_into,
     has_foreign_hooks,
     hooked,
     is_checkpointed,
+    is_saved_elsewhere,
 )
 from .repeated_calls import Repeated, number_now, repeatable, repeated_now
 from .stand_ins import exchanged
@@ -53,32 +58,13 @@ _MOST_BUCKETS = 512
 call. Beyond these numbers the capture discards the least recently used bucket."""
 
 
-def _is_saved_elsewhere() -> bool:
-    """Whether hooks take the tensors that autograd saves for backward. A checkpoint around a layer repeats the layer's
-    call, and nothing in the call says so; tensors that hooks should offload would stay in the memory of graphs."""
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks("there are some"):  # which raises an error
-            return False
-    except RuntimeError:
-        return True
-
-
-_SAVED_ELSEWHERE = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
-_ELSEWHERE = "another thread called its layers first, and graphs are replayed on one thread"
-
 _BY = "_npu_kernels_captures_by"
-_CHECKPOINT = "_gradient_checkpointing_func"
-"""The attribute of a layer that holds the function which transformers calls as `checkpoint(function, *args)`."""
 
 
-class LayerCapture:
+class LayerCapture(Counts):
     """Captures the decoder layers of a model and replays them.
 
     Attributes:
-        on: whether layers are captured and replayed at present.
-        replayed, eager: the numbers of calls of layers.
-        reasons: why layers ran their own code, with the number of calls.
-        seconds: the time spent on capturing.
         waited: the share of layers at which the device waited for the host, once `auto` has decided.
         without_memory: whether layers are also captured with tensors that have no memory, for `npu-kernels fit`.
     """
@@ -86,13 +72,9 @@ class LayerCapture:
     without_memory = False
 
     def __init__(self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool]) -> None:
-        self.on = False
+        super().__init__()
         self.waits: DeviceWaits | None = None
         self.waited: float | None = None
-        self.replayed = self.eager = 0
-        self.reasons: Counter[str] = Counter()
-        self.seconds = 0.0
-        self.captured = 0
         self._undo, self._sites, self._busy = undo, sites, busy
         self._modes: dict[Any, Mode] = {}
         self._reads_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -110,7 +92,6 @@ class LayerCapture:
         self._looked: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Reads, LayerState]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._asked_at = 0, 0
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
         """A copy of a model has classes that name this object; its layers are not captured."""
@@ -133,19 +114,11 @@ class LayerCapture:
                 f"the device waited for the host at {self.waited:.0%} of the layers"
             )  # fmt: skip
         seen = self.as_dict()
-        calls = self.replayed + self.eager
-        lines = [
-            f"captured layers: {self.replayed / max(calls, 1):.0%} of {calls} calls replayed; {seen['graphs']} graphs "
-            f"for {seen['buckets']} numbers of tokens; {self.seconds:.1f} s spent on capturing"
-        ]
-        return "\n".join([*lines, *(f"  {calls} calls: {reason}" for reason, calls in self.reasons.items())])
-
-    def share_since(self) -> float:
-        """Returns the share of the calls since the last question that were replayed."""
-        now = self.replayed, self.eager
-        replayed, eager = (new - old for new, old in zip(now, self._asked_at, strict=True))
-        self._asked_at = now
-        return replayed / max(replayed + eager, 1)
+        line = (
+            f"{self.replayed_line('captured layers')}; {seen['graphs']} graphs for {seen['buckets']} numbers of "
+            f"tokens; {self.seconds:.1f} s spent on capturing"
+        )
+        return "\n".join([line, *self.reason_lines()])
 
     def tokens(self, live: int) -> int | None:
         """Returns the number of tokens that a packed row is filled up to, or None: it stays as it is."""
@@ -214,22 +187,22 @@ class LayerCapture:
         @functools.wraps(original)
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             own = layer.__dict__
-            if torch.compiler.is_compiling() or _CHECKPOINT not in own or not is_checkpointed(layer):
+            if torch.compiler.is_compiling() or CHECKPOINT not in own or not is_checkpointed(layer):
                 return original(layer, *args, **kwargs)
             if not self._owner.is_here():
                 return original(layer, *args, **kwargs)
-            checkpoint, repeated, thread = own[_CHECKPOINT], Repeated(layer), threading.get_ident()
+            checkpoint, repeated, thread = own[CHECKPOINT], Repeated(layer), threading.get_ident()
 
             def named(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
                 if threading.get_ident() == thread:  # others may find this function meanwhile
                     function = functools.partial(repeatable, repeated, function)
                 return checkpoint(function, *given, **options)
 
-            own[_CHECKPOINT] = named
+            own[CHECKPOINT] = named
             try:
                 return original(layer, *args, **kwargs)
             finally:
-                own[_CHECKPOINT] = checkpoint
+                own[CHECKPOINT] = checkpoint
 
         return call
 
@@ -263,7 +236,7 @@ class LayerCapture:
         if first is not None and first.replayed is not None and not names:
             names = first.collects  # transformers' hooks collect nothing while a call is repeated
         if not owned:
-            ready = _ELSEWHERE
+            ready = ON_ANOTHER_THREAD
         elif repeats and (first is None or first.layer is not layer):
             ready = "a checkpoint repeats its forward instead of its call"
         elif first is None or first.replayed is not False:
@@ -409,8 +382,8 @@ class LayerCapture:
     def _replay(self, layer: Any, flat: CallArguments, mode: Mode, spot: Bucket, found: Captured) -> Any:
         turn: Turn | None = None
         if mode.keeps:
-            if _is_saved_elsewhere():
-                return _SAVED_ELSEWHERE
+            if is_saved_elsewhere():
+                return SAVED_ELSEWHERE
             turn = mode.awaits()
             if turn is not None and (turn.spot is not spot or id(layer) in turn.pending):
                 return "another forward awaits its backward"
@@ -503,8 +476,8 @@ class LayerCapture:
         moves = isinstance(layer, FSDPModule)
         found.state = LayerState(layer, moves)
         reason = self._why_not(layer) or mode.recorder.no_room()
-        if reason is None and mode.keeps and _is_saved_elsewhere():
-            reason = _SAVED_ELSEWHERE
+        if reason is None and mode.keeps and is_saved_elsewhere():
+            reason = SAVED_ELSEWHERE
         if reason is not None:
             found.reason = reason
             return
@@ -558,13 +531,13 @@ class LayerCapture:
         if before is not None and not before.holds():
             reads = None
 
-        sites, states = self._sites(), [found.state]
-        counts = [(site, site.ran, site.declined.copy()) for site in sites]
+        states = [found.state]
         try:
-            found.pieces = capture(
-                function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
-                mode.recorder, joined=joined, keeps=mode.keeps, watch=watch, reads=reads,
-            )  # fmt: skip
+            with calls_apart(self._sites(), found.ran):
+                found.pieces = capture(
+                    function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
+                    mode.recorder, joined=joined, keeps=mode.keeps, watch=watch, reads=reads,
+                )  # fmt: skip
         except Refused as error:
             if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
                 self._reads_mask.add(layer)  # from the next call on its mask is a tensor like others
@@ -574,11 +547,6 @@ class LayerCapture:
         except RuntimeError as error:  # of the device, or of code that cannot be captured: the layer's own code goes on
             found.reason = f"it could not be captured: {one_line(error, 120)}"
             return
-        finally:
-            for site, ran, declined in counts:
-                # The layer ran twice for the capture, and nobody uses these results.
-                found.ran += [(site, (site.ran - ran) // 2)] if site.ran > ran else []
-                site.ran, site.declined = ran, declined
         if not found.state.holds():
             found.pieces, found.reason = None, "a call of it changes its modules or parameters"
             return

@@ -24,7 +24,8 @@ from ..classes import is_patched_class
 from ..probe import functions_of
 
 __all__ = [
-    "LayerState", "collected_outputs", "collects_into", "has_foreign_hooks", "hooked", "is_checkpointed",
+    "CHECKPOINT", "ON_ANOTHER_THREAD", "SAVED_ELSEWHERE", "LayerState", "collected_outputs", "collects_into",
+    "has_foreign_hooks", "hooked", "is_checkpointed", "is_saved_elsewhere",
 ]  # fmt: skip
 
 
@@ -95,7 +96,9 @@ def is_checkpointed(layer: Any) -> bool:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_BY_NAME = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_ELSEWHERE = ("_gradient_checkpointing_func",)
+CHECKPOINT = "_gradient_checkpointing_func"
+"""The attribute of a layer that holds the function which transformers calls as `checkpoint(function, *args)`."""
+_ELSEWHERE = (CHECKPOINT,)
 """An attribute that only code around a layer's forward reads. TRL switches checkpointing off and on for each batch,
 with a new function each time."""
 
@@ -144,3 +147,17 @@ def has_foreign_hooks(module: nn.Module) -> bool:
         and not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
         for name in _HOOKS for hook in own[name].values()
     )  # fmt: skip
+
+
+def is_saved_elsewhere() -> bool:
+    """Whether hooks take the tensors that autograd saves for backward. A checkpoint around a layer repeats the layer's
+    call, and nothing in the call says so; tensors that hooks should offload would stay in the memory of graphs."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("there are some"):  # which raises an error
+            return False
+    except RuntimeError:
+        return True
+
+
+SAVED_ELSEWHERE = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
+ON_ANOTHER_THREAD = "another thread called its layers first, and graphs are replayed on one thread"

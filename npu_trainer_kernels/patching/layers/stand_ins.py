@@ -1,4 +1,4 @@
-"""Parameters that stand in for a layer's own while it is captured, on the thread that captures."""
+"""What stands in for a module's own parameters and parts while it is captured, on the thread that captures."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["OnThisThread", "exchanged"]
+from ...capture import Refused
+
+__all__ = ["OnThisThread", "exchanged", "without_part"]
 
 
 class OnThisThread(dict[str, Any]):
-    """The parameters of a module; on the thread that makes it, others are in their places. Other threads may list
-    parameters meanwhile, or run the module."""
+    """The parameters or parts of a module; on the thread that makes it, others are in their places. Other threads may
+    list them meanwhile, or run the module."""
 
-    def __init__(self, own: dict[str, Any], others: dict[int, nn.Parameter]) -> None:
+    def __init__(self, own: dict[str, Any], others: dict[int, Any]) -> None:
         super().__init__(own)
-        self._others = {name: None if p is None else others[id(p)] for name, p in own.items()}
+        self._others = {name: others.get(id(each), each) for name, each in own.items()}
         self._thread = threading.get_ident()
 
     def _seen(self) -> dict[str, Any]:
@@ -49,3 +52,44 @@ def exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[Non
     finally:
         for where, parameters in own:
             where["_parameters"] = parameters
+
+
+class _Known(nn.Module):
+    """Stands in for a part of a module, whose result is known."""
+
+    def __init__(self, part: nn.Module, given: torch.Tensor, result: torch.Tensor) -> None:
+        super().__init__()
+        self.__dict__.update(stands_for=part, expected=given, results=[result])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stands_for"], name)
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        own = self.__dict__
+        if given is not own["expected"] or not own["results"]:
+            raise Refused("its code embeds other ids than it is given, or does so several times")
+        result: torch.Tensor = own["results"].pop()
+        return result
+
+
+@contextlib.contextmanager
+def without_part(module: nn.Module, part: nn.Module, given: torch.Tensor, result: torch.Tensor) -> Iterator[None]:
+    """Inside the `with` block a module does not run one of its parts on this thread, whose result is known.
+
+    Args:
+        module: the module.
+        part: the part.
+        given: what it is called with; a call with anything else, and a second one, raise `Refused`.
+        result: its result.
+    """
+    known = _Known(part, given, result)
+    own = [(m.__dict__, m._modules) for m in module.modules() if any(each is part for each in m._modules.values())]
+    try:
+        for where, parts in own:
+            where["_modules"] = OnThisThread(parts, {id(part): known})
+        yield
+        if known.__dict__["results"]:
+            raise Refused("its code does not embed the ids that it is given")
+    finally:
+        for where, parts in own:
+            where["_modules"] = parts
