@@ -11,7 +11,7 @@ What is captured of a model, and when, is decided in `patching.layers`.
 
 from .graph import Graph, Recorder, recorder_for
 from .pieces import Pieces, Refused, capture, recording_now, seam, unwatched
-from .reads import Reads
+from .reads import Reads, why_unseen
 from .replayed import Owner, Reading, ReplayedMemory
 from .tape import Nothing, Watch, parts_of
 from .watched import SIMPLE, Watched
@@ -19,4 +19,5 @@ from .watched import SIMPLE, Watched
 __all__ = [
     "SIMPLE", "Graph", "Nothing", "Owner", "Pieces", "Reading", "Reads", "Recorder", "Refused",
     "ReplayedMemory", "Watch", "Watched", "capture", "parts_of", "recorder_for", "recording_now", "seam", "unwatched",
+    "why_unseen",
 ]  # fmt: skip

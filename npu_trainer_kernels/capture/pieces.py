@@ -392,7 +392,6 @@ def capture(
     keeps: bool = True,
     known: bool = False,
     watch: Callable[[Reads | None, tuple[Any, ...]], Watched] | None = None,
-    reads: Reads | None = None,
 ) -> Pieces:
     """Captures a function, with its gradients if gradients are enabled.
 
@@ -415,8 +414,6 @@ def capture(
             runs once, since its operators were checked.
         watch: makes a watch of what the function's code reads (`Pieces.watched`), from the code that ran (None: it was
             not looked at) and PyTorch's settings.
-        reads: the code that ran when the same function was looked at with inputs of other sizes, if nothing that this
-            code reads has changed since; then its operators are checked again, and its code is not.
 
     Raises:
         Refused: the function cannot be captured.
@@ -435,8 +432,7 @@ def capture(
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
         with unpacked, values_unread():
-            if not known:
-                reads = _look(function, inputs, wanted, fixed, recorder, layouts, joined, reads)
+            reads = None if known else _look(function, inputs, wanted, fixed, recorder, layouts, joined)
             watched = None if watch is None else _watched(watch(reads, settings), reads, inputs)
             pieces = _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:
@@ -485,25 +481,29 @@ def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
 def _look(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], wanted: list[Any],
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], joined: Sequence[torch.Tensor],
-    known: Reads | None,
 ) -> Reads:  # fmt: skip
     """Runs the function with every operator and all of its code checked. What it starts (libraries, compilers) is
     started then. Returns the code that ran."""
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
-    looks = Reads(lambda: watch.target is None) if known is None else contextlib.nullcontext(known)
-    with uncollected(), looks as reads, recorder.recording(watch, look=True), _set(recording):
-        watch.target = Nothing()
-        outputs = function(*inputs)
-        differ = [o for o in outputs if o.requires_grad]
-        uses = _uses(differ) if wanted else {}
-        if any(uses.get(t, 0) > 1 for t in joined):
-            raise Refused("it reads an argument more than once that other layers read, too, and that has a gradient")
-        if wanted and differ:
-            given = [torch.zeros_like(o) for o in differ]
-            watch.knows(given)
-            torch.autograd.grad(differ, wanted, given, allow_unused=True)
-        watch.target = None
+    reads = Reads(lambda: watch.target is None)
+    try:
+        with uncollected(), reads, recorder.recording(watch, look=True), _set(recording):
+            watch.target = Nothing()
+            outputs = function(*inputs)
+            differ = [o for o in outputs if o.requires_grad]
+            uses = _uses(differ) if wanted else {}
+            if any(uses.get(t, 0) > 1 for t in joined):
+                raise Refused("it reads an argument twice that other layers read, too, and that has a gradient")
+            if wanted and differ:
+                given = [torch.zeros_like(o) for o in differ]
+                watch.knows(given)
+                torch.autograd.grad(differ, wanted, given, allow_unused=True)
+            watch.target = None
+    except RuntimeError as error:
+        if reads.reason is not None:  # code that cannot be captured may fail while it is looked at
+            raise Refused(reads.reason) from error
+        raise
     return reads
 
 

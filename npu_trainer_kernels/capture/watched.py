@@ -400,6 +400,9 @@ class Watched:
 
     def _module(self, module: nn.Module, path: str) -> None:
         """Follows a module that is none of `modules`: it is called by its own name, or reached in an object."""
+        if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++
+            self._decline(path, module)
+            return
         self._typed(module)
         own = module.__dict__
         for name in own:

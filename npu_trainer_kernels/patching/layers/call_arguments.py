@@ -80,10 +80,6 @@ class CallArguments:
         specs = [(path, t.shape, t.stride(), t.dtype, t.requires_grad) for path, t in self.tensors]
         return tuple(specs), tuple(self.rest)
 
-    def kinds(self) -> tuple[Any, ...]:
-        """Returns the same as `key`, without the sizes."""
-        return tuple((path, t.dim(), t.dtype, t.requires_grad) for path, t in self.tensors), tuple(self.rest)
-
     def call(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
         """Calls a function with other tensors in the places of these.
 

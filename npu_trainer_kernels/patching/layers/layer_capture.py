@@ -23,7 +23,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import device
-from ...capture import Owner, Reading, Reads, Refused, ReplayedMemory, Watched, capture, recorder_for, recording_now
+from ...capture import (
+    Owner,
+    Reading,
+    Reads,
+    Refused,
+    ReplayedMemory,
+    Watched,
+    capture,
+    recorder_for,
+    recording_now,
+    why_unseen,
+)  # fmt: skip
 from ...support.errors import one_line
 from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
@@ -107,9 +118,6 @@ class LayerCapture:
         self._within_forward = False  # captures begin with a forward
         self._followers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._slots: dict[Any, WeightSlots] = {}
-        self._looked: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Reads, LayerState]]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._asked_at = 0, 0
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
@@ -371,6 +379,8 @@ class LayerCapture:
                 return "another forward awaits its backward"
             if mode.keeps and spot.earlier_is_coming(found):
                 return ""
+            if (unseen := why_unseen()) is not None:
+                return unseen
             later = mode.may_capture(spot, found.place)
             if later is not None:
                 found.reason = later
@@ -483,6 +493,10 @@ class LayerCapture:
             return "parameters of a module of it move (FSDP)"
         if hooked(layer):
             return "other code has hooked it or a module of it"
+        for module in layer.modules():
+            # Neither its code nor, of the second kind, its attributes can be seen.
+            if "_orig_mod" in module._modules or isinstance(module, torch.jit.ScriptModule):
+                return f"a module of it is compiled ({type(module).__name__})"
         if any("forward" in vars(module) for module in layer.modules()):
             return "a forward was set on a module of it"
         if any(is_checkpointed(module) for module in layer.modules() if module is not layer):
@@ -547,23 +561,14 @@ class LayerCapture:
 
         def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
             states.append(LayerState(layer, moves, reads=reads, settings=settings))
-            if reads is not None:
-                looked[kind] = reads, states[-1]
             return states[-1].values
-
-        # Seeing the code takes longer than all else of a capture. It is taken to be the same for other numbers of
-        # tokens, as long as nothing has changed that it reads.
-        kind, looked = (id(mode), collects, flat.kinds()), self._looked.setdefault(layer, {})
-        reads, before = looked.get(kind, (None, None))
-        if before is not None and not before.holds():
-            reads = None
 
         sites, states = self._sites(), [found.state]
         counts = [(site, site.ran, site.declined.copy()) for site in sites]
         try:
             found.pieces = capture(
                 function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
-                mode.recorder, joined=joined, keeps=mode.keeps, watch=watch, reads=reads,
+                mode.recorder, joined=joined, keeps=mode.keeps, watch=watch,
             )  # fmt: skip
         except Refused as error:
             if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:

@@ -47,8 +47,9 @@ class LayerState:
         self, layer: nn.Module, moves: bool = False, tables: bool = True, reads: Reads | None = None,
         settings: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
+        modules = [module for module in layer.modules() if not isinstance(module, torch.jit.ScriptModule)]
         if reads is not None:
-            for module in layer.modules():
+            for module in modules:
                 if is_patched_class(type(module)):
                     # An op has computed in the place of the module's own code, by which it was recognised.
                     for function in functions_of(module):
@@ -58,13 +59,13 @@ class LayerState:
             return _ELSEWHERE if tables or not isinstance(module, nn.Embedding) else (*_ELSEWHERE, *_HOOKS_BY_NAME)
 
         # While another thread captures, the table of attentions has others in their places.
-        self.values = Watched(layer.modules(), reads, ignored, settings, apart=(ALL_ATTENTION_FUNCTIONS,))
-        configs = (vars(module).get("config") for module in layer.modules())
+        self.values = Watched(modules, reads, ignored, settings, apart=(ALL_ATTENTION_FUNCTIONS,))
+        configs = (vars(module).get("config") for module in modules)
         for name in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
             if name is None:
                 continue
             self.values.compares("the function of its attention", functools.partial(attention_of, name))
-        for module in layer.modules():
+        for module in modules:
             self.values.has_entries(module._parameters)
             self.values.has_entries(module._buffers)
         self._tensors: list[torch.Tensor] = [*layer.parameters(), *layer.buffers()]
