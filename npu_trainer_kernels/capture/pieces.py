@@ -28,6 +28,7 @@ from ..ops.checks import values_unread
 from ..ops.host import refused
 from .graph import Graph, Recorder, uncollected
 from .reads import Reads
+from .replayed import Outlets
 from .tape import Nothing, Refused, Watch
 from .watched import Watched, torch_settings
 
@@ -164,18 +165,22 @@ class Pieces:
         tokens: the number of live tokens of the last forward; None: all.
         prepare: called before a forward (with False) and before each graph of its backward (with True); it puts
             parameters that move to where the graphs read them. None: parameters stay where they are.
+        results: where its results are, for other graphs, which read them there.
+        outlets: what the caller is given.
         watched: what the code of the function has read; replays are right as long as it holds. None: nobody asked.
     """
 
     def __init__(
-        self, inputs: list[torch.Tensor], leaves: list[Any], pieces: list[_Piece], seams: list[Attend], keeps: Any
-    ) -> None:
-        self.inputs, self.pieces = inputs, pieces
+        self, inputs: list[torch.Tensor], leaves: list[Any], pieces: list[_Piece], seams: list[Attend],
+        results: list[torch.Tensor], keeps: Any,
+    ) -> None:  # fmt: skip
+        self.inputs, self.pieces, self.results = inputs, pieces, results
         # A checkpoint compares shapes: a function that was captured with other results is not taken for this one.
         self.sign = torch.empty(0, len(pieces[-1].outputs))
         self.tokens: int | None = None
         self.prepare: Callable[[bool], None] | None = None
         self.watched: Watched | None = None
+        self.outlets = Outlets(pieces[-1].outputs)
         known = {t.untyped_storage().data_ptr() for t in inputs}
         for piece in pieces:
             piece.written = [o for o in piece.outputs if o.untyped_storage().data_ptr() not in known]
@@ -562,6 +567,7 @@ def _record(
         # What backward reads must not be used by the graphs of other layers: autograd's graph keeps what it has saved;
         # what seams are given, and the results, may be saved by those that get them.
         keeps_alive = [o.grad_fn for o in outputs], [[o.detach() for o in piece.outputs] for piece in pieces]
+    results = [recorder.alias(o) for o in outputs]
     for piece in pieces:
         piece.outputs = [recorder.alias(o) for o in piece.outputs]
         piece.leaf_grads = [recorder.alias(grad) for grad in piece.leaf_grads]
@@ -570,4 +576,4 @@ def _record(
         piece.entry_grad = None if piece.entry_grad is None else recorder.alias(piece.entry_grad)
     seams = [attend for attend, *_ in recording.seams]
     recording.forget()
-    return Pieces(inputs, leaves, pieces, seams, keeps_alive)
+    return Pieces(inputs, leaves, pieces, seams, results, keeps_alive)

@@ -40,12 +40,14 @@ from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS, derived
 from ..patch import PLAIN, Site, is_transformed
+from ..probe import trace_of_function
 from ..undo import Undo
 from .buckets import MOST_VARIANTS, Bucket, Captured, Input, Mode, Turn, bucket
 from .call_arguments import CallArguments, Now, outputs_of
 from .device_waits import DeviceWaits
 from .layer_state import (
     LayerState,
+    attentions_of,
     collected_outputs,
     collects_into,
     has_foreign_hooks,
@@ -456,8 +458,9 @@ class LayerCapture:
                 site.ran += calls
             own = len(results) - len(found.collected)
             # The outputs that hooks collect are read after other layers have run.
-            copies = own if mode.keeps and not self._is_seen_after(layer) else 0
-            mode.returned += ((found.memory, weakref.ref(each)) for each in results[:copies])
+            copies = own if mode.keeps and id(layer) not in mode.copied and not self._is_seen_after(layer) else 0
+            if copies:
+                mode.returned.append(found)
             results = (*results[:copies], *(t.clone() for t in results[copies:]))
             lists = collected_outputs()
             if lists is not None:
@@ -501,6 +504,10 @@ class LayerCapture:
             return "a forward was set on a module of it"
         if any(is_checkpointed(module) for module in layer.modules() if module is not layer):
             return "a checkpoint repeats a module of it"
+        for attention in attentions_of(layer):
+            # It is called once more while the layer is looked at, and what it is given is memory of graphs.
+            if (trace := trace_of_function(attention)) is not None:
+                return f"of its attention {trace}"
         for parameter in layer.parameters():
             if type(parameter) not in PLAIN:
                 return f"a parameter of it is a {type(parameter).__name__}"
@@ -592,7 +599,7 @@ class LayerCapture:
             found.pieces.prepare = functools.partial(slots.load, layer, parameters)
         found.inputs, found.output = inputs, outputs[-1]
         if mode.keeps:
-            spot.results.update((t.data_ptr(), found.memory) for t in found.pieces.pieces[-1].outputs)
+            spot.results.update((t.data_ptr(), (t, found.memory)) for t in found.pieces.results)
         known = {id(place) for place in spot.inputs}
         spot.inputs += [place for place in inputs if id(place) not in known]
         self.captured += found.pieces.graphs
@@ -607,10 +614,11 @@ class LayerCapture:
             fits = fits and place.buffer.requires_grad == tensor.requires_grad
             if fits and (place.holds(tensor) if mode.keeps else place.path == path):
                 return place
-        buffer, memory = tensor.detach(), spot.results.get(tensor.data_ptr())
-        if memory is None:
-            memory = None if mode.keeps else mode.memory
-            buffer = buffer.clone(memory_format=torch.preserve_format)
+        result, memory = spot.results.get(tensor.data_ptr(), (None, None if mode.keeps else mode.memory))
+        if result is None:
+            buffer = tensor.detach().clone(memory_format=torch.preserve_format)
+        else:
+            buffer = result.as_strided(tensor.shape, tensor.stride())
         return Input(path, buffer.requires_grad_(tensor.requires_grad), memory)
 
     def _bound(self, mode: Mode, current: Bucket) -> None:

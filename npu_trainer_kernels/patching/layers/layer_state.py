@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from ..classes import is_patched_class
 from ..probe import functions_of
 
 __all__ = [
-    "LayerState", "collected_outputs", "collects_into", "has_foreign_hooks", "hooked", "is_checkpointed",
+    "LayerState", "attentions_of", "collected_outputs", "collects_into", "has_foreign_hooks", "hooked",
+    "is_checkpointed",
 ]  # fmt: skip
 
 
@@ -60,10 +61,7 @@ class LayerState:
 
         # While another thread captures, the table of attentions has others in their places.
         self.values = Watched(modules, reads, ignored, settings, apart=(ALL_ATTENTION_FUNCTIONS,))
-        configs = (vars(module).get("config") for module in modules)
-        for name in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
-            if name is None:
-                continue
+        for name in _attention_names(modules):
             self.values.compares("the function of its attention", functools.partial(attention_of, name))
         for module in modules:
             self.values.has_entries(module._parameters)
@@ -84,6 +82,19 @@ class LayerState:
         keeps no object of the layer alive."""
         addresses, trained = self._known
         return hash((self.values.signature(), tuple(addresses), tuple(trained)))
+
+
+def _attention_names(modules: Iterable[nn.Module]) -> list[str]:
+    """Returns the names of the attentions that modules call through transformers' table."""
+    configs = (vars(module).get("config") for module in modules)
+    names = dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs)
+    return [name for name in names if name is not None]
+
+
+def attentions_of(layer: nn.Module) -> list[Any]:
+    """Returns the functions in transformers' table by which a layer attends."""
+    functions = map(attention_of, _attention_names(layer.modules()))
+    return [function for function in functions if function is not None]
 
 
 _IS_TRAINED = operator.attrgetter("requires_grad")
