@@ -205,20 +205,23 @@ class Mode:
         """Whether other code keeps a result of the last turn.
 
         A layer that trains nothing, and is given nothing with a gradient, has no node of autograd, and its turn is gone
-        with its call. Then the next layer begins a turn, and is given the result that this one has returned.
+        with its call. Then the next layer begins a turn, and is given the result that this one has returned. It must be
+        gone before the turn after that.
 
         Args:
             given: the arguments of the layer that begins a turn.
             memory: what the layer writes to.
         """
-        kept = [one for one in self.returned if one.is_kept(() if one.memory is memory else given)]
+        self.returned = [one for one in self.returned if one.is_kept()]
+        if not self.returned:
+            return False
+        kept = [one for one in self.returned if one.memory is memory or one.is_kept(given)]
         self.copied.update(one.layer for one in kept)
         return bool(kept)
 
     def begins(self, turn: Turn) -> None:
-        """Begins a turn. What the layer that begins it was given must be gone before the next one."""
+        """Begins a turn."""
         self.turn = weakref.ref(turn)
-        self.returned = [one for one in self.returned if one.is_kept()]
 
     def comes_often(self, spot: Bucket, calls: int) -> bool:
         """Whether a bucket has come so often that it is expected to come often enough.
