@@ -55,8 +55,8 @@ def other_code(model: nn.Module, shared: bool) -> str | None:
     if mode is not None:
         return f"a mode of other code sees its operators ({type(mode).__name__})"
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            return f"{path} is compiled by torch.jit"
+        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+            return f"{path} is compiled ({type(module).__name__})"
         own = vars(module)
         if own["training"] and own.get("gradient_checkpointing"):
             return "gradient checkpointing is on in training mode, where it keeps no cache"
