@@ -485,7 +485,9 @@ class Watched:
         elif not isinstance(value, types.FunctionType):
             self._open += [(each, path, True) for each in _functions(value)]
         else:
-            if value.__dict__ and not is_foreign(value.__globals__.get("__name__")):
+            home = str(value.__globals__.get("__name__"))
+            # Code may ask a function of somebody else's for an attribute that it has not got yet.
+            if (value.__dict__ or not home.startswith("transformers.")) and not is_foreign(home):
                 self._namespace(value.__dict__, path)
             if not self._ran(value):
                 return

@@ -206,6 +206,11 @@ MEMBERS: dict[str, Member] = {
         lambda s, v: setattr(s.held, "scale", v),
         lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
     ),
+    "attribute that a function has not got": Member(
+        lambda s: s.held(s) * getattr(s.held, "scale", 1.0),
+        lambda s, v: v > 1 and setattr(s.held, "scale", v),
+        lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
+    ),
     "decorator": Member(decorated(lambda _: 1.0), _of_state("decorated")),
     "partial": Member(
         lambda s: s.held(),

@@ -20,8 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...capture import Reads, Watched
 from ..body import attention_of
-from ..classes import is_patched_class
-from ..probe import functions_of
+from ..probe import replaced_functions
 
 __all__ = [
     "LayerState", "attentions_of", "collected_outputs", "collects_into", "has_foreign_hooks", "hooked",
@@ -50,11 +49,9 @@ class LayerState:
     ) -> None:  # fmt: skip
         modules = [module for module in layer.modules() if not isinstance(module, torch.jit.ScriptModule)]
         if reads is not None:
-            for module in modules:
-                if is_patched_class(type(module)):
-                    # An op has computed in the place of the module's own code, by which it was recognised.
-                    for function in functions_of(module):
-                        reads.adds(function)
+            # An op has computed in the place of a module's own code, by which it was recognised.
+            for function in replaced_functions(layer):
+                reads.adds(function)
 
         def ignored(module: nn.Module) -> tuple[str, ...]:
             return _ELSEWHERE if tables or not isinstance(module, nn.Embedding) else (*_ELSEWHERE, *_HOOKS_BY_NAME)
