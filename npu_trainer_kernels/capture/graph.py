@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..device import graph_class
 from .tape import Refused, Tape, Watch
@@ -55,7 +56,8 @@ class Recorder(Protocol):
         """Returns why there is too little memory for what graphs keep, or None."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor at the same address, which does not keep its memory from later graphs of this recorder."""
+        """Returns a tensor at the same address, whose storage is an object of its own, so that `Outlets` see who else
+        has it. It does not keep its memory from later graphs of this recorder."""
 
 
 class TapeRecorder:
@@ -93,7 +95,9 @@ class TapeRecorder:
             self._watch.target = None
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+        if type(tensor) is not torch.Tensor:  # without memory
+            return tensor.detach()
+        return from_dlpack(to_dlpack(tensor.detach()))
 
 
 _one_at_a_time = threading.RLock()

@@ -28,6 +28,7 @@ from ..ops.checks import values_unread
 from ..ops.host import refused
 from .graph import Graph, Recorder, uncollected
 from .reads import Reads
+from .replayed import Outlets
 from .tape import Nothing, Refused, Watch
 from .watched import Watched, torch_settings
 
@@ -164,18 +165,22 @@ class Pieces:
         tokens: the number of live tokens of the last forward; None: all.
         prepare: called before a forward (with False) and before each graph of its backward (with True); it puts
             parameters that move to where the graphs read them. None: parameters stay where they are.
+        results: where its results are, for other graphs, which read them there.
+        outlets: what the caller is given.
         watched: what the code of the function has read; replays are right as long as it holds. None: nobody asked.
     """
 
     def __init__(
-        self, inputs: list[torch.Tensor], leaves: list[Any], pieces: list[_Piece], seams: list[Attend], keeps: Any
-    ) -> None:
-        self.inputs, self.pieces = inputs, pieces
+        self, inputs: list[torch.Tensor], leaves: list[Any], pieces: list[_Piece], seams: list[Attend],
+        results: list[torch.Tensor], keeps: Any,
+    ) -> None:  # fmt: skip
+        self.inputs, self.pieces, self.results = inputs, pieces, results
         # A checkpoint compares shapes: a function that was captured with other results is not taken for this one.
         self.sign = torch.empty(0, len(pieces[-1].outputs))
         self.tokens: int | None = None
         self.prepare: Callable[[bool], None] | None = None
         self.watched: Watched | None = None
+        self.outlets = Outlets(pieces[-1].outputs)
         known = {t.untyped_storage().data_ptr() for t in inputs}
         for piece in pieces:
             piece.written = [o for o in piece.outputs if o.untyped_storage().data_ptr() not in known]
@@ -392,7 +397,6 @@ def capture(
     keeps: bool = True,
     known: bool = False,
     watch: Callable[[Reads | None, tuple[Any, ...]], Watched] | None = None,
-    reads: Reads | None = None,
 ) -> Pieces:
     """Captures a function, with its gradients if gradients are enabled.
 
@@ -415,8 +419,6 @@ def capture(
             runs once, since its operators were checked.
         watch: makes a watch of what the function's code reads (`Pieces.watched`), from the code that ran (None: it was
             not looked at) and PyTorch's settings.
-        reads: the code that ran when the same function was looked at with inputs of other sizes, if nothing that this
-            code reads has changed since; then its operators are checked again, and its code is not.
 
     Raises:
         Refused: the function cannot be captured.
@@ -435,8 +437,7 @@ def capture(
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
         with unpacked, values_unread():
-            if not known:
-                reads = _look(function, inputs, wanted, fixed, recorder, layouts, joined, reads)
+            reads = None if known else _look(function, inputs, wanted, fixed, recorder, layouts, joined)
             watched = None if watch is None else _watched(watch(reads, settings), reads, inputs)
             pieces = _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:
@@ -485,25 +486,29 @@ def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
 def _look(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], wanted: list[Any],
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], joined: Sequence[torch.Tensor],
-    known: Reads | None,
 ) -> Reads:  # fmt: skip
     """Runs the function with every operator and all of its code checked. What it starts (libraries, compilers) is
     started then. Returns the code that ran."""
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
-    looks = Reads(lambda: watch.target is None) if known is None else contextlib.nullcontext(known)
-    with uncollected(), looks as reads, recorder.recording(watch, look=True), _set(recording):
-        watch.target = Nothing()
-        outputs = function(*inputs)
-        differ = [o for o in outputs if o.requires_grad]
-        uses = _uses(differ) if wanted else {}
-        if any(uses.get(t, 0) > 1 for t in joined):
-            raise Refused("it reads an argument more than once that other layers read, too, and that has a gradient")
-        if wanted and differ:
-            given = [torch.zeros_like(o) for o in differ]
-            watch.knows(given)
-            torch.autograd.grad(differ, wanted, given, allow_unused=True)
-        watch.target = None
+    reads = Reads(lambda: watch.target is None)
+    try:
+        with uncollected(), reads, recorder.recording(watch, look=True), _set(recording):
+            watch.target = Nothing()
+            outputs = function(*inputs)
+            differ = [o for o in outputs if o.requires_grad]
+            uses = _uses(differ) if wanted else {}
+            if any(uses.get(t, 0) > 1 for t in joined):
+                raise Refused("it reads an argument twice that other layers read, too, and that has a gradient")
+            if wanted and differ:
+                given = [torch.zeros_like(o) for o in differ]
+                watch.knows(given)
+                torch.autograd.grad(differ, wanted, given, allow_unused=True)
+            watch.target = None
+    except RuntimeError as error:
+        if reads.reason is not None:  # code that cannot be captured may fail while it is looked at
+            raise Refused(reads.reason) from error
+        raise
     return reads
 
 
@@ -562,6 +567,7 @@ def _record(
         # What backward reads must not be used by the graphs of other layers: autograd's graph keeps what it has saved;
         # what seams are given, and the results, may be saved by those that get them.
         keeps_alive = [o.grad_fn for o in outputs], [[o.detach() for o in piece.outputs] for piece in pieces]
+    results = [recorder.alias(o) for o in outputs]
     for piece in pieces:
         piece.outputs = [recorder.alias(o) for o in piece.outputs]
         piece.leaf_grads = [recorder.alias(grad) for grad in piece.leaf_grads]
@@ -570,4 +576,4 @@ def _record(
         piece.entry_grad = None if piece.entry_grad is None else recorder.alias(piece.entry_grad)
     seams = [attend for attend, *_ in recording.seams]
     recording.forget()
-    return Pieces(inputs, leaves, pieces, seams, keeps_alive)
+    return Pieces(inputs, leaves, pieces, seams, results, keeps_alive)

@@ -12,6 +12,7 @@ assumed not to change.
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import dis
 import functools
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Reads", "is_foreign"]
+__all__ = ["Reads", "is_foreign", "why_unseen"]
 
 _FOREIGN = frozenset(("torch", "torch_npu", "numpy", "triton", "deepspeed", "npu_trainer_kernels"))
 
@@ -39,6 +40,15 @@ def is_foreign(name: Any) -> bool:
 
 def _is_of_python(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
+
+
+def why_unseen() -> str | None:
+    """Returns why the code that runs on this thread cannot be seen at present, or None."""
+    profiler = sys.getprofile()
+    if profiler is None:
+        return None
+    name = getattr(profiler, "__qualname__", type(profiler).__qualname__)
+    return f"a profiler watches this thread, so that Python code cannot be seen ({name})"
 
 
 _PURE = frozenset((
@@ -57,6 +67,12 @@ _IN_PLACE = frozenset((
     "reverse", "rotate", "update", "setdefault", "add", "discard", "move_to_end", "difference_update",
     "intersection_update", "symmetric_difference_update", "__setitem__", "__delitem__",
 ))  # fmt: skip
+
+
+_OF_INTEREST = (torch.Generator, random.Random, types.ModuleType)
+"""Of what has other code than the layer's own called a function written in C, if that matters."""
+_COMPILED = "_TorchDynamoContext.__call__."
+"""The qualified name of each function that `torch.compile` puts around another one begins so."""
 
 
 class Reads:
@@ -82,12 +98,12 @@ class Reads:
         self.changed: dict[int, Any] = {}
         self.reason: str | None = None
         self._foreign: dict[int, types.CodeType] = {}
+        self._seen: set[int] = set()  # the ids of code whose next call shows nothing new
         self._paused = paused
 
     def __enter__(self) -> Reads:
-        if sys.getprofile() is not None:
-            self.reason = "a profiler watches this thread, so its Python code cannot be seen"
-        else:
+        self.reason = why_unseen()
+        if self.reason is None:
             sys.setprofile(self._see)
         return self
 
@@ -129,34 +145,50 @@ class Reads:
         if not self.is_made_inside(code) and (stored := _stored(code)) is not None:
             self._refuse(f"its code ({code.co_name}) sets {stored}, which is no variable of its own")
 
+    # It is called some ten thousand times for a layer, most of them for code that does not count.
     def _see(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call":
-            at = id(frame.f_code)
-            if at in self.codes or at in self._foreign:
-                if frame.f_code.co_name != "__getitem__":
-                    return
-            elif self._paused():
-                return
-            elif is_foreign(frame.f_globals.get("__name__")):
-                self._foreign[at] = frame.f_code
-            else:
-                self._adds(frame.f_code, frame.f_globals)
-            of_environment = frame.f_code.co_name == "__getitem__" and frame.f_globals.get("__name__") == "os"
-            if of_environment and not self._paused() and self._is_asked_for(frame.f_back):
-                self.environment.add(frame.f_locals["key"])
-        elif event == "c_call" and not self._paused():
+            if id(frame.f_code) not in self._seen and not self._paused():
+                self._enters(frame)
+        elif event == "c_call":
             owner = getattr(called, "__self__", None)
-            if isinstance(owner, torch.Generator):
-                self._refuse(f"its code calls {called.__name__} of a generator of random numbers")
-            elif id(frame.f_code) in self.codes:
-                self._calls(called, owner)
-            elif isinstance(owner, random.Random) and self._is_asked_for(frame):
+            if id(frame.f_code) in self.codes:
+                if not self._paused():
+                    self._calls(called, owner)
+            elif isinstance(owner, _OF_INTEREST) and owner is not builtins and not self._paused():
+                self._foreign_calls(frame, called, owner)
+
+    def _enters(self, frame: types.FrameType) -> None:
+        """Looks at a call of a function that was not called yet, or whose arguments count."""
+        code, space = frame.f_code, frame.f_globals.get("__name__")
+        if code.co_name == "__getitem__" and space == "os":
+            if self._is_asked_for(frame.f_back):
+                self.environment.add(frame.f_locals["key"])
+            return
+        self._seen.add(id(code))
+        if not is_foreign(space):
+            self._adds(code, frame.f_globals)
+            return
+        self._foreign[id(code)] = code
+        if code.co_qualname.startswith(_COMPILED):
+            function = frame.f_locals.get("fn")
+            of = getattr(function, "__self__", function)  # the module, of a method
+            name = getattr(of, "__qualname__", type(of).__name__)
+            self._refuse(f"its code calls a function that is compiled, whose code cannot be seen ({name})")
+
+    def _foreign_calls(self, frame: types.FrameType, called: Any, owner: Any) -> None:
+        """Looks at a call, by code that is assumed not to change, of something written in C."""
+        if isinstance(owner, torch.Generator):
+            self._refuse(f"its code calls {called.__name__} of a generator of random numbers")
+        elif isinstance(owner, random.Random):
+            if self._is_asked_for(frame):
                 self._refuse("its code draws random numbers on the host")
-            elif called is open and self._is_asked_for(frame) and frame.f_globals.get("__name__") != "tokenize":
-                # The source that a warning quotes is opened by `tokenize`.
+        elif called is open:
+            # The source that a warning quotes is opened by `tokenize`.
+            if self._is_asked_for(frame) and frame.f_globals.get("__name__") != "tokenize":
                 self._refuse("its code opens a file")
-            elif frame.f_back is not None and id(frame.f_back.f_code) in self.codes and _is_flag(called, owner):
-                self.flags.append(called)
+        elif frame.f_back is not None and id(frame.f_back.f_code) in self.codes and _is_flag(called, owner):
+            self.flags.append(called)
 
     def _is_asked_for(self, frame: types.FrameType | None) -> bool:
         """Whether the code that called the standard library is looked at."""
@@ -165,8 +197,11 @@ class Reads:
         return frame is not None and id(frame.f_code) in self.codes
 
     def _calls(self, called: Any, owner: Any) -> None:
-        """Looks at a call of something written in C."""
+        """Looks at a call, by code that counts, of something written in C."""
         name = called.__name__
+        if isinstance(owner, torch.Generator):
+            self._refuse(f"its code calls {name} of a generator of random numbers")
+            return
         if _is_flag(called, owner):
             self.flags.append(called)
             return

@@ -9,6 +9,8 @@ result that a later replay overwrites, shows on a CPU as it would on a device.
 
 from __future__ import annotations
 
+import functools
+import operator
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -65,12 +67,69 @@ _BY_MASK = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "ate
                       "aten::_index_put_impl_"))  # fmt: skip
 
 
-def _reads_the_host(func: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether an operator's result, or the size of it, is known only when the device has computed its inputs."""
-    name = func._schema.name
-    if name in _BY_MASK:
-        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+class _Operator:
+    """What an operator's schema says of it.
+
+    Attributes:
+        name: its name.
+        by_mask: whether it reads numbers on the host if an index is a mask.
+        reads: whether it always does: its result, or the size of it, is known when the device has computed its inputs.
+        draws: whether it draws random numbers, unless `drops` is 0.
+        drops: the place and the name of the argument by which attention drops; None: it has none.
+        written: the places and names of the arguments that it writes to.
+    """
+
+    def __init__(self, func: Any) -> None:
+        schema, tags = func._schema, func.tags
+        self.name: str = schema.name.removeprefix("aten::")
+        self.by_mask = schema.name in _BY_MASK
+        self.reads = not self.by_mask and (
+            torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        )
+        self.draws = torch.Tag.nondeterministic_seeded in tags
+        named = [(i, argument) for i, argument in enumerate(schema.arguments)]
+        self.drops = next(((i, each.name) for i, each in named if each.name == "dropout_p"), None)
+        self.written = [(i, each.name) for i, each in named if each.alias_info is not None and each.alias_info.is_write]
+        self.mutable: bool = schema.is_mutable
+
+    def draws_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of one that draws random numbers does; attention that drops nothing does not."""
+        return self.drops is None or bool(_argument(self.drops, args, kwargs))
+
+
+_known_operators: dict[int, tuple[Any, _Operator]] = {}
+
+
+def _operator(func: Any) -> _Operator:
+    known = _known_operators.get(id(func))
+    if known is None:
+        known = _known_operators[id(func)] = func, _Operator(func)
+    return known[1]
+
+
+def _argument(place: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    i, name = place
+    return args[i] if i < len(args) else kwargs.get(name)
+
+
+# They take no Python function of their own: a look (`reads`) sees each one that is called for each operator.
+_IS_TENSOR = functools.partial(type.__instancecheck__, torch.Tensor)
+_IS_LIST, _IS_TUPLE = (functools.partial(type.__instancecheck__, kind) for kind in (list, tuple))
+_DEVICE, _ADDRESS = operator.attrgetter("device"), operator.attrgetter("_cdata")
+
+
+def _tensors_of(values: Any) -> list[torch.Tensor]:
+    """Returns the tensors among arguments or results of an operator, which are values or lists of values."""
+    found = [*filter(_IS_TENSOR, values)]
+    if len(found) < len(values):
+        for each in (*filter(_IS_LIST, values), *filter(_IS_TUPLE, values)):
+            found += _tensors_of(each)
+    return found
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Returns the addresses of their storages."""
+    return [*map(_ADDRESS, map(torch.Tensor.untyped_storage, tensors))]
 
 
 _WITHOUT_OPERATOR: dict[Any, str] = {
@@ -175,52 +234,35 @@ class Watch(TorchDispatchMode):
 
     def knows(self, tensors: Iterable[torch.Tensor]) -> None:
         """Adds inputs: what attention returns between two pieces, gradients that a backward begins with."""
-        for tensor in tensors:
-            self._known.add(_storage(tensor))
-            self._places.append(StorageWeakRef(tensor.untyped_storage()))
+        tensors = list(tensors)
+        self._known.update(_addresses(tensors))
+        self._places += map(StorageWeakRef, map(torch.Tensor.untyped_storage, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.target is None:
             return func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if _reads_the_host(func, tensors):
-            raise Refused(f"it reads numbers of the device on the host ({name})")
-        if _draws(func, args, kwargs):
-            raise Refused(f"it draws random numbers ({name})")
-        unknown = [at for at in map(_storage, tensors) if at not in self._known]
-        if unknown:
-            raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({name})", unknown)
-        if func._schema.is_mutable:
-            written = [
-                value for argument, value in _by_argument(func, args, kwargs)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]  # fmt: skip
-            for tensor in tree_leaves(written):
-                if isinstance(tensor, torch.Tensor) and _storage(tensor) in self._fixed:
-                    raise Refused(f"it writes to a parameter or a buffer ({name})")
+        of, tensors = _operator(func), _tensors_of((*args, *kwargs.values()))
+        if of.reads or (of.by_mask and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
+            raise Refused(f"it reads numbers of the device on the host ({of.name})")
+        if of.draws and of.draws_now(args, kwargs):
+            raise Refused(f"it draws random numbers ({of.name})")
+        addresses = _addresses(tensors)
+        if not self._known.issuperset(addresses):
+            unknown = [at for at in addresses if at not in self._known]
+            raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({of.name})", unknown)
+        for place in of.written:
+            if not self._fixed.isdisjoint(_addresses(_tensors_of((_argument(place, args, kwargs),)))):
+                raise Refused(f"it writes to a parameter or a buffer ({of.name})")
         out = func(*args, **kwargs)
-        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        devices = {t.device for t in tensors}
-        if devices and (len(devices) > 1 if name == "copy_" else any(t.device not in devices for t in results)):
-            raise Refused(f"it copies numbers from a device to another one ({name})")
+        results = _tensors_of((out,))
+        self._stays_on_a_device(of, tensors, results)
         self.knows(results)
         self.target.add(func, args, kwargs, out)
         return out
 
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers; attention that drops nothing does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    drops = any(argument.name == "dropout_p" for argument in func._schema.arguments)
-    return not drops or any(a.name == "dropout_p" and bool(value) for a, value in _by_argument(func, args, kwargs))
-
-
-def _by_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
-    for i, argument in enumerate(func._schema.arguments):
-        if i < len(args):
-            yield argument, args[i]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+    def _stays_on_a_device(self, of: _Operator, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Raises Refused if numbers have gone from a device to another one."""
+        devices = set(map(_DEVICE, given))
+        if devices and (len(devices) > 1 if of.name == "copy_" else not devices.issuperset(map(_DEVICE, results))):
+            raise Refused(f"it copies numbers from a device to another one ({of.name})")

@@ -401,6 +401,9 @@ class Watched:
 
     def _module(self, module: nn.Module, path: str) -> None:
         """Follows a module that is none of `modules`: it is called by its own name, or reached in an object."""
+        if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++
+            self._decline(path, module)
+            return
         self._typed(module)
         own = module.__dict__
         for name in own:
@@ -483,7 +486,9 @@ class Watched:
         elif not isinstance(value, types.FunctionType):
             self._open += [(each, path, True) for each in _functions(value)]
         else:
-            if value.__dict__ and not is_foreign(value.__globals__.get("__name__")):
+            home = str(value.__globals__.get("__name__"))
+            # Code may ask a function of somebody else's for an attribute that it has not got yet.
+            if (value.__dict__ or not home.startswith("transformers.")) and not is_foreign(home):
                 self._namespace(value.__dict__, path)
             if not self._ran(value):
                 return

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..capture import Reads, Watched, parts_of
-from ..patching.classes import is_patched_class
-from ..patching.probe import functions_of
+from ..patching.probe import replaced_functions
 
 __all__ = ["ModelState"]
 
@@ -35,10 +34,9 @@ class ModelState:
     ) -> None:
         self._kind, self.reads = type(model), reads
         if reads is not None:
-            for module in filter(lambda each: is_patched_class(type(each)), model.modules()):
-                # An op may compute in the place of the module's own code, by which it was recognised.
-                for function in functions_of(module):
-                    reads.adds(function)
+            # An op may compute in the place of a module's own code, by which it was recognised.
+            for function in replaced_functions(model):
+                reads.adds(function)
         said = frozenset() if reads is None else reads.names
         self.values = Watched(model.modules(), reads, functools.partial(_unread, model, said), settings)
         owners = [(each, moving) for module in model.modules()

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -54,6 +55,8 @@ def other_code(model: nn.Module, shared: bool) -> str | None:
     if mode is not None:
         return f"a mode of other code sees its operators ({type(mode).__name__})"
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+            return f"{path} is compiled ({type(module).__name__})"
         own = vars(module)
         if own["training"] and own.get("gradient_checkpointing"):
             return "gradient checkpointing is on in training mode, where it keeps no cache"

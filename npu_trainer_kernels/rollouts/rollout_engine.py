@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from .. import device
-from ..capture import Reads, Refused
+from ..capture import Reads, Refused, why_unseen
 from ..ops.attention import Segments, uploaded
 from ..patching.body import Packing, Unserved, attend_by_segments, packed_row, packing_for
 from ..patching.patch import PLAIN, PROBE_ERRORS
@@ -65,6 +65,10 @@ _STATES = 4
 
 class _Draws(Refused):
     """A generator of the host has another state after a forward; another thread may have drawn from it."""
+
+
+class _Unseen(Refused):
+    """A profiler watches the thread, which may end."""
 
 
 @dataclass
@@ -103,6 +107,8 @@ class Known:
     def fails(self, error: BaseException) -> str:
         """Notes that a rollout has failed; returns why."""
         reason = _reason(error)
+        if isinstance(error, _Unseen):
+            return reason
         if isinstance(error, Unserved | Refused) and not isinstance(error, _Draws):
             self.refused = reason if self.unserved is None or isinstance(error, Differs) else self.unserved
             return self.refused
@@ -372,6 +378,8 @@ class Engine:
         decoding = kind_of(packing.by, packing.named, length, self._backend)
         kind = self._step_key, len(state.alive), length, rollout.most
         changed = known.steps.pop(kind, None)
+        if changed is None and (reason := why_unseen()) is not None:
+            raise _Unseen(reason)
         step = Step(
             model, cache, state, rollout.sampling, decoding, self._copies, length, changed=changed, norms=known.norms,
             moves=self._moves, known=None if known.reads is None else self._state,

@@ -223,6 +223,8 @@ _OF_TORCH = (
                    "_dispatch_tls_local_include_set", "_functions", "_get_deterministic_algorithms", "_is_tracing",
                    "_len_torch_dispatch_stack", "_len_torch_function_stack")),
     Row("torch._C._autograd", "_get_current_graph_task_keep_graph", "whether backward may overwrite what was saved"),
+    Row("torch._C", "_storage_Use_Count", "whether other code keeps a result of a captured layer"),
+    Row("torch._dynamo.eval_frame", "_TorchDynamoContext", "compiled code, which a look does not see"),
     Row("torch.autograd.forward_ad", "_current_level", "whether a derivative in forward mode is on its way"),
     Row("torch", "_grouped_mm", "products of experts before `torch.nn.functional.grouped_mm`"),
     Row("torch.nn.functional", "grouped_mm", "products of experts", since="2.10"),

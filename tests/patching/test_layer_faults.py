@@ -324,13 +324,13 @@ def test_fault_a_second_forward_overwrites_the_first(monkeypatch: pytest.MonkeyP
 
     # Twins of a step that has raised are not used again: their layers may run their own code for a while.
     guarded, unguarded, unseen = (captured_twins() for _ in range(3))
-    # Neither of the two guards, nor autograd's own, which sees that what it has saved was written to.
+    # Neither of the two guards, nor the one that sees who keeps a result (autograd has saved some), nor autograd's own,
+    # which sees that what it has saved was written to.
+    monkeypatch.setattr(buckets.Mode, "is_kept", lambda *_: False)
     monkeypatch.setattr(layer_capture, "Turn", lambda rows: layer_capture_turn(rows, Never()))
     with pytest.raises(RuntimeError, match="ran forward again before the backward"):
         guarded.steps(PADDED[:1], step)
     monkeypatch.setattr(pieces_module, "_may_go_back", lambda turn: None)
-    # Nor the one that sees who keeps a result.
-    monkeypatch.setattr(buckets.Mode, "is_kept", lambda *_: False)
     with pytest.raises(RuntimeError, match=r"modified inplace|modified by an inplace"):
         unguarded.steps(PADDED[:1], step)
     monkeypatch.setattr(pieces_module, "increment_version", lambda tensors: None)

@@ -6,18 +6,21 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.capture import recording_now
+from npu_trainer_kernels.capture import Outlets, recording_now
 from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.patching.layers.stand_ins import OnThisThread
 from tests.models import small_model
 from tests.patching.captured import FULL, Twins, assert_same
 from tests.patching.padded import of_transformers
-from tests.robustness.layer_attack import Layer, Pair, grads
+from tests.robustness.layer_attack import Body, Layer, Pair, grads
 
 ELSEWHERE = "another thread called its layers first, and graphs are replayed on one thread"
 ANOTHER_ORDER = "layers come in another order than they were captured in"
@@ -319,6 +322,82 @@ def test_a_result_that_is_kept_is_nobody_elses_memory() -> None:
     before = pair.made.replayed
     pair.forward([2, 1, 0], keep=False)
     assert pair.made.replayed > before
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "detach": torch.Tensor.detach,
+    "data": lambda t: t.data,
+    "a view of detach": lambda t: t.detach()[:, 1:],
+    "detach of a view": lambda t: t.transpose(0, 1).detach(),
+    "numpy": lambda t: t.detach().numpy(),
+    "a slice of numpy's": lambda t: t.detach().numpy()[1:],
+    "memoryview": lambda t: memoryview(t.detach().numpy()),
+    "dlpack": lambda t: torch.from_dlpack(t.detach()),
+    "storage": lambda t: torch.empty(0).set_(t.detach().untyped_storage(), 0, t.shape),
+    "another dtype": lambda t: t.detach().view(torch.int32),
+    "parameter": lambda t: torch.nn.Parameter(t.detach()),
+    "what another function saves": lambda t: t.detach().requires_grad_().square(),
+}
+
+
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_alias_of_a_result_that_is_kept(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code between layers keeps the last results of one, without their graph."""
+    kept: list[tuple[Any, torch.Tensor]] = []
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            hidden = self.layers[i](hidden)
+            if i == 1:
+                kept.append((ALIASES[name](hidden), hidden.detach().clone()))
+        return hidden
+
+    monkeypatch.setattr(Body, "forward", forward)
+    pair = Pair()
+    for _ in range(9):
+        pair.forward(keep=False)
+        pair.backward(0)
+        for alias, value in kept:
+            expected = ALIASES[name](value)
+            if isinstance(alias, torch.Tensor) and alias.grad_fn is not None:
+                saved, is_saved = alias.grad_fn._saved_self, expected.grad_fn._saved_self
+                alias, expected = saved.detach(), is_saved.detach()
+            if isinstance(alias, torch.nn.Parameter):
+                alias, expected = alias.detach(), expected.detach()
+            assert np.array_equal(alias, expected), "a result was written to"
+        del alias, expected, kept[: -2 * most]
+    # Copies are kept from then on. Layers are captured anew, and replayed again.
+    assert set(pair.made.reasons) == {KEPT, "it gets other arguments than the layers before it"}
+    before = pair.made.replayed
+    pair.forward(keep=False)
+    assert pair.made.replayed == before + 3, pair.made.reasons
+
+
+def test_an_attention_that_keeps_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be given memory of graphs, and be called once more for a look."""
+    kept = []
+
+    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        kept.append(key.detach())
+        return sdpa_attention_forward(module, query, key, value, *args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "keeps_keys", attention)
+    model = small_model("llama", attn_implementation="keeps_keys")
+    layers = apply_npu_kernels(model, backend="torch", capture="on").settings.layers
+    for _ in range(4):
+        model(**FULL[0]).loss.backward()
+    assert len(kept) == 4 * len(model.model.layers)
+    (reason,) = layers.reasons
+    assert "of its attention a run of its code may leave a trace" in reason
+    assert "calls append" in reason
+
+
+@pytest.mark.parametrize("name", ["detach", "numpy"])
+def test_fault_nobody_looks_whether_an_alias_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outlets, "kept", lambda *_: False)
+    with pytest.raises(AssertionError, match="a result was written to"):
+        test_an_alias_of_a_result_that_is_kept(name, 1, monkeypatch)
 
 
 def test_fault_nobody_looks_whether_a_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

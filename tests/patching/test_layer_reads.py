@@ -3,15 +3,18 @@
 import collections
 import contextvars
 import copy
+import cProfile
 import dataclasses
 import functools
 import itertools
 import os
 import random
 import re
+import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -201,6 +204,11 @@ MEMBERS: dict[str, Member] = {
     "attribute of a function": Member(
         lambda s: s.held.scale,
         lambda s, v: setattr(s.held, "scale", v),
+        lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
+    ),
+    "attribute that a function has not got": Member(
+        lambda s: s.held(s) * getattr(s.held, "scale", 1.0),
+        lambda s, v: v > 1 and setattr(s.held, "scale", v),
         lambda: types.FunctionType((lambda _: 1.0).__code__, {}),
     ),
     "decorator": Member(decorated(lambda _: 1.0), _of_state("decorated")),
@@ -394,6 +402,104 @@ def test_code_that_does_more_at_each_call_is_not_captured(name: str) -> None:
     assert all(re.search(reason, each) for each in made.reasons), made.reasons
 
 
+class Act(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * NUMBER
+
+
+def multiplied(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * NUMBER
+
+
+def compiled_itself() -> Act:
+    act = Act()
+    act.compile(backend="eager")
+    return act
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.scale
+
+
+COMPILED: dict[str, tuple[Callable[[], Any], str]] = {
+    "torch.compile of a function": (lambda: torch.compile(multiplied, backend="eager"), "compiled.*multiplied"),
+    "torch.compile of a module": (lambda: torch.compile(Act(), backend="eager"), "a module of it is compiled"),
+    "a module's compile": (compiled_itself, "compiled.*Act"),
+    "torch.compile within a function": (
+        lambda: lambda hidden: torch.compile(multiplied, backend="eager")(hidden), "compiled.*multiplied"
+    ),
+    "torch.jit.script": (lambda: torch.jit.script(Scripted()), "a module of it is compiled"),
+    "torch.jit.trace": (lambda: torch.jit.trace(Act(), torch.ones(2, 4)), "a module of it is compiled"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_is_not_captured(name: str) -> None:
+    made, reason = COMPILED[name]
+    set_number(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit
+        held = made()
+    layer = Layer(lambda s: s.held(torch.ones(2, 4)), held)
+    capture, hidden = captured(layer), torch.randn(2, 4)
+    layer(hidden)
+    with torch.no_grad():  # compiled before the layer is looked at
+        layer(hidden)
+    for _ in range(3):
+        layer(hidden).sum().backward()
+    assert capture.replayed == 0
+    assert any(re.search(reason, each) for each in capture.reasons), capture.reasons
+    torch.compiler.reset()
+
+
+def ticks(_: Any) -> float:
+    return NUMBER
+
+
+def ticks_by_python(_: Any) -> float:
+    return random.random()
+
+
+def ticks_by_variable(_: Any) -> float:
+    return VARIABLE.get()
+
+
+class Longer(Layer):
+    """Calls its function for rows of more than two tokens alone."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made = self.linear(hidden)
+        return made * self.factor(self) if hidden.shape[1] > 2 else made
+
+
+@pytest.mark.parametrize("factor", [ticks, ticks_by_python, ticks_by_variable])
+def test_code_that_runs_for_longer_rows_alone(factor: Factor) -> None:
+    """Each number of tokens is looked at: another one may take another branch."""
+    layer = Longer(factor)
+    made = captured(layer)
+    set_number(1.0)
+    for tokens in (2, 4, 2, 4, 2, 4):
+        layer(torch.randn(1, tokens, 4)).sum().backward()
+    set_number(2.0)
+    VARIABLE.set(2.0)
+    state = random.getstate()
+    for tokens in (2, 4, 2, 4):
+        hidden = torch.randn(1, tokens, 4)
+        found = layer(hidden)
+        random.setstate(state)
+        plain = nn.functional.linear(hidden, layer.linear.weight, layer.linear.bias)
+        assert torch.equal(found, plain * factor(layer) if tokens > 2 else plain)
+        random.setstate(state)
+        found.sum().backward()
+    VARIABLE.set(1.0)
+    assert made.replayed >= 2
+
+
 def test_variables_of_the_call_itself_are_no_state() -> None:
     def factor(_: Any) -> float:
         total, values = 0.0, []
@@ -451,18 +557,52 @@ def test_signs_and_types_of_numbers_count() -> None:
         assert watched.differs == "Layer.scale"
 
 
-def test_a_profiler_on_the_thread_is_a_reason() -> None:
-    import sys
+class Profiled:
+    def __enter__(self) -> None:
+        sys.setprofile(lambda *_: None)
 
-    sys.setprofile(lambda *_: None)
-    try:
-        with Reads() as reads:
-            pass
-        assert sys.getprofile() is not None
-    finally:
+    def __exit__(self, *_: Any) -> None:
         sys.setprofile(None)
-    assert reads.reason is not None
-    assert "a profiler watches this thread" in reads.reason
+
+
+@pytest.mark.parametrize("profiler", [Profiled, cProfile.Profile])
+def test_a_profiler_is_a_reason_for_as_long_as_it_is_there(profiler: Any) -> None:
+    layer = Layer(lambda _: NUMBER)
+    made = captured(layer)
+    set_number(1.0)
+    with profiler():
+        seen = sys.getprofile()
+        for _ in range(4):
+            compare(layer)
+        assert sys.getprofile() is seen
+    if seen is not None:  # cProfile watches otherwise in later versions of Python, and is in nobody's way
+        assert made.replayed == 0
+        assert all("a profiler watches this thread" in each for each in made.reasons), made.reasons
+        assert made.reasons.total() == 3
+    for _ in range(3):
+        compare(layer)
+    with profiler():  # what was captured is replayed
+        compare(layer)
+    assert made.replayed == (4 if seen is not None else 7)
+
+
+@pytest.mark.parametrize("traced", ["settrace", "a look"])
+def test_a_tracer_may_watch(traced: str) -> None:
+    """Debuggers and coverage trace a thread otherwise than a profiler does."""
+    layer, before = Layer(lambda _: NUMBER), sys.gettrace()
+    made = captured(layer)
+    set_number(1.0)
+    try:
+        if traced == "settrace":
+            sys.settrace(lambda *_: None)
+        for _ in range(3):
+            compare(layer)
+    finally:
+        sys.settrace(before)
+    assert made.replayed == 2, made.reasons
+    with Reads() as reads:
+        ticks(None)
+    assert reads.reason is None
 
 
 def test_copies_of_what_was_reached_are_others() -> None:

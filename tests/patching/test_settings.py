@@ -247,6 +247,41 @@ def set_to(name: str, value: Any) -> Callable[[nn.Module], None]:
     return change
 
 
+class Holds(Mlp):
+    """With a factor that a function gives, which the module holds."""
+
+    def __init__(self, make: Callable[[SimpleNamespace], Callable[[], float]]) -> None:
+        super().__init__()
+        self.numbers = SimpleNamespace(value=1.0)
+        self.factor = make(self.numbers)
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x)) * self.factor() * self.up_proj(x))
+
+
+class Called:
+    def __init__(self, numbers: SimpleNamespace) -> None:
+        self.held = numbers
+
+    def __call__(self) -> float:
+        return self.held.value
+
+    def method(self) -> float:
+        return self.held.value
+
+
+def of_a_function(numbers: SimpleNamespace) -> Callable[[], float]:
+    def factor() -> float:
+        return getattr(numbers.function, "value", 1.0)
+
+    numbers.function = factor
+    return factor
+
+
+def set_number(module: Any) -> None:
+    module.numbers.value = 3.0
+
+
 gpt_oss = functools.partial(experts, GptOssExperts, swiglu_limit=1.0, swiglu_alpha=1.702)
 relu2 = functools.partial(experts, NemotronHExperts, mlp_hidden_act="gelu")
 CASES: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], Any], Callable[[Any], Any]]] = {
@@ -257,6 +292,14 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], Any], Callable
     "factor": ("swiglu", Mlp, rows, set_to("alpha", 3.0)),
     "function": ("swiglu", Mlp, rows, set_to("act", F.relu)),
     "method": ("swiglu", Mlp, rows, set_to("product", torch.add)),
+    "a closure that is held": ("swiglu", lambda: Holds(lambda numbers: lambda: numbers.value), rows, set_number),
+    "an object that is called": ("swiglu", lambda: Holds(Called), rows, set_number),
+    "an attribute of a function": (
+        "swiglu",
+        lambda: Holds(of_a_function),
+        rows,
+        lambda module: setattr(module.factor, "value", 3.0),
+    ),
     "limit that was None": ("swiglu", Maybe, rows, set_to("limit", 0.1)),
     "number of a configuration": ("swiglu", Configured, rows, lambda module: setattr(module.config, "limit", 0.1)),
     "configuration": ("swiglu", Configured, rows, set_to("config", SimpleNamespace(limit=0.1))),
@@ -618,6 +661,21 @@ class ReadsAnIterator(nn.Module):
 ENDLESS = itertools.count()
 
 
+class CallsAMethod(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = Called(SimpleNamespace(value=1.0)).method
+
+    def forward(self, x):
+        return x * self.factor()
+
+
+class CallsAPartial(CallsAMethod):
+    def __init__(self):
+        super().__init__()
+        self.factor = functools.partial(lambda numbers: numbers[0], [1.0])
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -625,6 +683,8 @@ ENDLESS = itertools.count()
         (DrawsByNumpy, "its code uses numpy.random"),
         (Imports, "its code imports math when it is called"),
         (GoesByASwitch, "its code goes by torch's get_default_dtype"),
+        (CallsAMethod, "its code reads factor, a method, which is not compared"),
+        (CallsAPartial, "its code reads factor, a partial, which is not compared"),
         (ReadsAnIterator, "its code reads ENDLESS, a count, which is not compared"),
     ],
 )

@@ -6,7 +6,9 @@ A scenario gets a model and returns everything that its user can see: tokens, ca
 
 import functools
 import random
+import sys
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -312,6 +314,30 @@ def _scaled(factor: Callable[[Any], Any], change: Callable[[Any], None]) -> Call
     return run
 
 
+def _compiled(make: Callable[[nn.Module], nn.Module]) -> Callable[[Any], Any]:
+    def run(model: Any) -> Any:
+        layer = model.model.layers[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit
+            layer.mlp = make(layer.mlp)
+        try:
+            return [generated(model, seed) for seed in (0, 1)]
+        finally:
+            torch.compiler.reset()
+
+    return run
+
+
+def _compiles_itself(mlp: nn.Module) -> nn.Module:
+    mlp.compile(backend="eager")
+    return mlp
+
+
+def _traced(mlp: nn.Module) -> nn.Module:
+    traced: nn.Module = torch.jit.trace(nn.Linear(32, 32), torch.ones(1, 1, 32))
+    return traced
+
+
 def _set_global(mlp: Any) -> None:
     global FACTOR
     FACTOR *= -3.0
@@ -390,6 +416,9 @@ PYTHON = {
     "a variable of a closure": _cell(),
     "drawn by random": Member(_scaled(lambda module: 1 + random.random(), _nothing), "draws"),
     "drawn by NumPy": Member(_scaled(lambda module: 1 + float(np.random.rand()), _nothing), "draws"),
+    "compiled": Member(_compiled(lambda mlp: torch.compile(mlp, backend="eager")), "mlp is compiled"),
+    "compiled by itself": Member(_compiled(_compiles_itself), "compiled"),
+    "compiled by torch.jit": Member(_compiled(_traced), "mlp is compiled"),
     "counted": Member(_scaled(_counted, _nothing), "_counted"),
     "collected": Member(_scaled(_collected, _nothing), "seen"),
 }
@@ -420,6 +449,15 @@ def _drops_out_at_first(model: Any) -> Any:
 def _under_inference_at_first(model: Any) -> Any:
     with torch.inference_mode():
         first = generated(model)
+    return first, generated(model), generated(model, 1)
+
+
+def _profiled_at_first(model: Any) -> Any:
+    sys.setprofile(lambda *_: None)
+    try:
+        first = [generated(model) for _ in range(4)]
+    finally:
+        sys.setprofile(None)
     return first, generated(model), generated(model, 1)
 
 
@@ -515,6 +553,7 @@ STATES = {
     ),
     "a module with dropout": Member(_draws_inside_at_first, "it draws random numbers", 2),
     "inference mode": Member(_under_inference_at_first, "inference mode is on", 2),
+    "a profiler": Member(_profiled_at_first, "a profiler watches this thread", 2),
     "a processor": Member(_processes_at_first, "NoRepeatNGram", 2),
 }
 

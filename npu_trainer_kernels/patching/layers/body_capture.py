@@ -116,12 +116,10 @@ class _Inputs:
 
 @dataclass
 class _Way:
-    """The graphs of one way to call a body. `looked` has the code that ran when it was captured last; `moves`: its
-    parameters are somewhere else at each call, so there are none."""
+    """The graphs of one way to call a body. `moves`: its parameters are somewhere else at each call: there are none."""
 
     captured: list[_Captured] = field(default_factory=list)
     moves: bool = False
-    looked: tuple[Reads, LayerState] | None = None
 
     def with_room(self, row: Room, inputs: _Inputs) -> list[_Captured]:
         """Returns the graphs that a row has room in, those with the fewest segments first."""
@@ -345,16 +343,13 @@ class BodyCapture(Counts):
 
         def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
             made.state = LayerState(body, tables=False, reads=reads, settings=settings)
-            way.looked = None if reads is None else (reads, made.state)
             return made.state.values
 
-        reads = None if way.looked is None or not way.looked[1].holds() else way.looked[0]
         before = made.state
         try:
             with calls_apart(self._sites(), made.ran):
                 pieces = capture(
                     function, buffers, originals, list(body.buffers()), mode.recorder, keeps=mode.keeps, watch=watch,
-                    reads=reads,
                 )  # fmt: skip
         except (Refused, Unserved) as error:
             made.state, made.reason = before, str(error)

@@ -109,6 +109,10 @@ class Captured:
     reason: str = ""
     ran: list[tuple[Site, int]] = field(default_factory=list)
 
+    def is_kept(self, given: Sequence[torch.Tensor] = ()) -> bool:
+        """Whether anybody but the caller, who has been `given` some, keeps a result of its graphs."""
+        return self.pieces is not None and self.pieces.outlets.kept(given)
+
 
 @dataclass
 class Bucket:
@@ -116,8 +120,8 @@ class Bucket:
 
     layers: dict[Any, list[Captured]] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
-    results: dict[int, ReplayedMemory] = field(default_factory=dict)
-    """The addresses of results that stay until their backward: the next layer reads them where they are."""
+    results: dict[int, tuple[torch.Tensor, ReplayedMemory]] = field(default_factory=dict)
+    """The results that stay until their backward, by their addresses: the next layer reads them where they are."""
     last: int = -1
     """The place of the layer that was captured last."""
     captured: int = 0
@@ -187,9 +191,10 @@ class Mode:
     buckets: OrderedDict[tuple[Any, ...], Bucket] = field(default_factory=OrderedDict)
     open: Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
-    returned: list[tuple[ReplayedMemory, weakref.ref[torch.Tensor]]] = field(default_factory=list)
-    """The results of the last turn that are where graphs write, each with what its layer writes to: another turn must
-    find them gone."""
+    returned: list[Captured] = field(default_factory=list)
+    """The layers of the last turn: another turn must find that nobody has what they have returned."""
+    copied: set[int] = field(default_factory=set)
+    """The layers, by `id`, of which other code has kept a result; it gets copies from then on."""
 
     def awaits(self) -> Turn | None:
         """Returns the turn whose backward is to come, or None. A turn is gone with the graph of autograd."""
@@ -200,19 +205,23 @@ class Mode:
         """Whether other code keeps a result of the last turn.
 
         A layer that trains nothing, and is given nothing with a gradient, has no node of autograd, and its turn is gone
-        with its call. Then the next layer begins a turn, and is given the result that this one has returned.
+        with its call. Then the next layer begins a turn, and is given the result that this one has returned. It must be
+        gone before the turn after that.
 
         Args:
             given: the arguments of the layer that begins a turn.
             memory: what the layer writes to.
         """
-        kept = ((wrote, result) for wrote, each in self.returned if (result := each()) is not None)
-        return any(wrote is memory or all(result is not each for each in given) for wrote, result in kept)
+        self.returned = [one for one in self.returned if one.is_kept()]
+        if not self.returned:
+            return False
+        kept = [one for one in self.returned if one.memory is memory or one.is_kept(given)]
+        self.copied.update(one.layer for one in kept)
+        return bool(kept)
 
     def begins(self, turn: Turn) -> None:
-        """Begins a turn. What the layer that begins it was given must be gone before the next one."""
+        """Begins a turn."""
         self.turn = weakref.ref(turn)
-        self.returned = [(wrote, each) for wrote, each in self.returned if each() is not None]
 
     def comes_often(self, spot: Bucket, calls: int) -> bool:
         """Whether a bucket has come so often that it is expected to come often enough.

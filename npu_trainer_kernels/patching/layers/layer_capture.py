@@ -23,12 +23,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import device
-from ...capture import Owner, Reading, Reads, Refused, ReplayedMemory, Watched, capture, recorder_for, recording_now
+from ...capture import (
+    Owner,
+    Reading,
+    Reads,
+    Refused,
+    ReplayedMemory,
+    Watched,
+    capture,
+    recorder_for,
+    recording_now,
+    why_unseen,
+)  # fmt: skip
 from ...support.errors import one_line
 from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS, derived
 from ..patch import PLAIN, Site, is_transformed
+from ..probe import trace_of_function
 from ..undo import Undo
 from .buckets import MOST_VARIANTS, Bucket, Captured, Input, Mode, Turn, bucket
 from .call_arguments import CallArguments, Now, outputs_of
@@ -39,6 +51,7 @@ from .layer_state import (
     ON_ANOTHER_THREAD,
     SAVED_ELSEWHERE,
     LayerState,
+    attentions_of,
     collected_outputs,
     collects_into,
     has_foreign_hooks,
@@ -89,9 +102,6 @@ class LayerCapture(Counts):
         self._within_forward = False  # captures begin with a forward
         self._followers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._slots: dict[Any, WeightSlots] = {}
-        self._looked: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Reads, LayerState]]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
         """A copy of a model has classes that name this object; its layers are not captured."""
@@ -344,6 +354,8 @@ class LayerCapture(Counts):
                 return "another forward awaits its backward"
             if mode.keeps and spot.earlier_is_coming(found):
                 return ""
+            if (unseen := why_unseen()) is not None:
+                return unseen
             later = mode.may_capture(spot, found.place)
             if later is not None:
                 found.reason = later
@@ -419,8 +431,9 @@ class LayerCapture(Counts):
                 site.ran += calls
             own = len(results) - len(found.collected)
             # The outputs that hooks collect are read after other layers have run.
-            copies = own if mode.keeps and not self._is_seen_after(layer) else 0
-            mode.returned += ((found.memory, weakref.ref(each)) for each in results[:copies])
+            copies = own if mode.keeps and id(layer) not in mode.copied and not self._is_seen_after(layer) else 0
+            if copies:
+                mode.returned.append(found)
             results = (*results[:copies], *(t.clone() for t in results[copies:]))
             lists = collected_outputs()
             if lists is not None:
@@ -456,10 +469,18 @@ class LayerCapture(Counts):
             return "parameters of a module of it move (FSDP)"
         if hooked(layer):
             return "other code has hooked it or a module of it"
+        for module in layer.modules():
+            # Neither its code nor, of the second kind, its attributes can be seen.
+            if "_orig_mod" in module._modules or isinstance(module, torch.jit.ScriptModule):
+                return f"a module of it is compiled ({type(module).__name__})"
         if any("forward" in vars(module) for module in layer.modules()):
             return "a forward was set on a module of it"
         if any(is_checkpointed(module) for module in layer.modules() if module is not layer):
             return "a checkpoint repeats a module of it"
+        for attention in attentions_of(layer):
+            # It is called once more while the layer is looked at, and what it is given is memory of graphs.
+            if (trace := trace_of_function(attention)) is not None:
+                return f"of its attention {trace}"
         for parameter in layer.parameters():
             if type(parameter) not in PLAIN:
                 return f"a parameter of it is a {type(parameter).__name__}"
@@ -520,23 +541,14 @@ class LayerCapture(Counts):
 
         def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
             states.append(LayerState(layer, moves, reads=reads, settings=settings))
-            if reads is not None:
-                looked[kind] = reads, states[-1]
             return states[-1].values
-
-        # Seeing the code takes longer than all else of a capture. It is taken to be the same for other numbers of
-        # tokens, as long as nothing has changed that it reads.
-        kind, looked = (id(mode), collects, flat.kinds()), self._looked.setdefault(layer, {})
-        reads, before = looked.get(kind, (None, None))
-        if before is not None and not before.holds():
-            reads = None
 
         states = [found.state]
         try:
             with calls_apart(self._sites(), found.ran):
                 found.pieces = capture(
                     function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
-                    mode.recorder, joined=joined, keeps=mode.keeps, watch=watch, reads=reads,
+                    mode.recorder, joined=joined, keeps=mode.keeps, watch=watch,
                 )  # fmt: skip
         except Refused as error:
             if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
@@ -555,7 +567,7 @@ class LayerCapture(Counts):
             found.pieces.prepare = functools.partial(slots.load, layer, parameters)
         found.inputs, found.output = inputs, outputs[-1]
         if mode.keeps:
-            spot.results.update((t.data_ptr(), found.memory) for t in found.pieces.pieces[-1].outputs)
+            spot.results.update((t.data_ptr(), (t, found.memory)) for t in found.pieces.results)
         known = {id(place) for place in spot.inputs}
         spot.inputs += [place for place in inputs if id(place) not in known]
         self.captured += found.pieces.graphs
@@ -570,10 +582,11 @@ class LayerCapture(Counts):
             fits = fits and place.buffer.requires_grad == tensor.requires_grad
             if fits and (place.holds(tensor) if mode.keeps else place.path == path):
                 return place
-        buffer, memory = tensor.detach(), spot.results.get(tensor.data_ptr())
-        if memory is None:
-            memory = None if mode.keeps else mode.memory
-            buffer = buffer.clone(memory_format=torch.preserve_format)
+        result, memory = spot.results.get(tensor.data_ptr(), (None, None if mode.keeps else mode.memory))
+        if result is None:
+            buffer = tensor.detach().clone(memory_format=torch.preserve_format)
+        else:
+            buffer = result.as_strided(tensor.shape, tensor.stride())
         return Input(path, buffer.requires_grad_(tensor.requires_grad), memory)
 
     def _bound(self, mode: Mode, current: Bucket) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...capture import Reads, Watched
 from ..body import attention_of
-from ..classes import is_patched_class
-from ..probe import functions_of
+from ..probe import replaced_functions
 
 __all__ = [
-    "CHECKPOINT", "ON_ANOTHER_THREAD", "SAVED_ELSEWHERE", "LayerState", "collected_outputs", "collects_into",
-    "has_foreign_hooks", "hooked", "is_checkpointed", "is_saved_elsewhere",
+    "CHECKPOINT", "ON_ANOTHER_THREAD", "SAVED_ELSEWHERE", "LayerState", "attentions_of", "collected_outputs",
+    "collects_into", "has_foreign_hooks", "hooked", "is_checkpointed", "is_saved_elsewhere",
 ]  # fmt: skip
 
 
@@ -48,24 +47,20 @@ class LayerState:
         self, layer: nn.Module, moves: bool = False, tables: bool = True, reads: Reads | None = None,
         settings: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
+        modules = [module for module in layer.modules() if not isinstance(module, torch.jit.ScriptModule)]
         if reads is not None:
-            for module in layer.modules():
-                if is_patched_class(type(module)):
-                    # An op has computed in the place of the module's own code, by which it was recognised.
-                    for function in functions_of(module):
-                        reads.adds(function)
+            # An op has computed in the place of a module's own code, by which it was recognised.
+            for function in replaced_functions(layer):
+                reads.adds(function)
 
         def ignored(module: nn.Module) -> tuple[str, ...]:
             return _ELSEWHERE if tables or not isinstance(module, nn.Embedding) else (*_ELSEWHERE, *_HOOKS_BY_NAME)
 
         # While another thread captures, the table of attentions has others in their places.
-        self.values = Watched(layer.modules(), reads, ignored, settings, apart=(ALL_ATTENTION_FUNCTIONS,))
-        configs = (vars(module).get("config") for module in layer.modules())
-        for name in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
-            if name is None:
-                continue
+        self.values = Watched(modules, reads, ignored, settings, apart=(ALL_ATTENTION_FUNCTIONS,))
+        for name in _attention_names(modules):
             self.values.compares("the function of its attention", functools.partial(attention_of, name))
-        for module in layer.modules():
+        for module in modules:
             self.values.has_entries(module._parameters)
             self.values.has_entries(module._buffers)
         self._tensors: list[torch.Tensor] = [*layer.parameters(), *layer.buffers()]
@@ -84,6 +79,19 @@ class LayerState:
         keeps no object of the layer alive."""
         addresses, trained = self._known
         return hash((self.values.signature(), tuple(addresses), tuple(trained)))
+
+
+def _attention_names(modules: Iterable[nn.Module]) -> list[str]:
+    """Returns the names of the attentions that modules call through transformers' table."""
+    configs = (vars(module).get("config") for module in modules)
+    names = dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs)
+    return [name for name in names if name is not None]
+
+
+def attentions_of(layer: nn.Module) -> list[Any]:
+    """Returns the functions in transformers' table by which a layer attends."""
+    functions = map(attention_of, _attention_names(layer.modules()))
+    return [function for function in functions if function is not None]
 
 
 _IS_TRAINED = operator.attrgetter("requires_grad")

@@ -12,7 +12,7 @@
 from .agreement import MODES, agree, repeatable
 from .kept_state import kept_state, remembered
 from .miniature import VOCABULARY, miniature, miniature_around, small_config
-from .settings import Settings, changed, functions_of, settings_of, unseen
+from .settings import Settings, changed, replaced_functions, settings_of, unseen
 from .source import beyond_one_run, called_on_self, plain_forward, rewritten_forward, self_attribute, source_of
 from .traces import TRACE, trace_of, trace_of_all, trace_of_class, trace_of_function, trace_of_operators, traces_within
 
@@ -25,13 +25,13 @@ __all__ = [
     "beyond_one_run",
     "called_on_self",
     "changed",
-    "functions_of",
     "kept_state",
     "miniature",
     "miniature_around",
     "plain_forward",
     "remembered",
     "repeatable",
+    "replaced_functions",
     "rewritten_forward",
     "self_attribute",
     "settings_of",

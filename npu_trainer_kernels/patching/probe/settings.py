@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..classes import original_class
+from ..classes import is_patched_class, original_class
 from .source import beyond_one_run
 
-__all__ = ["Settings", "changed", "functions_of", "settings_of", "unseen"]
+__all__ = ["Settings", "changed", "functions_of", "replaced_functions", "settings_of", "unseen"]
 
 Settings = tuple[tuple[Callable[..., Any] | None, str, tuple[str, ...], Any], ...]
 """For each value: the lookup of the first name (`get(name, default)`; None: on the instance), this name, the names of
@@ -58,6 +58,8 @@ def unseen(module: nn.Module, method: str = "forward", known: str | None = None)
         of_buffer = get is None and not rest and name in module._buffers
         if (isinstance(value, _IN_PLACE) or of_buffer) and name != known:
             return f"its code reads {'.'.join((name, *rest))}, which can be written to in place"
+        if isinstance(value, types.MethodType | functools.partial) and not _is_foreign(_home_of(value)):
+            return f"its code reads {'.'.join((name, *rest))}, a {type(value).__name__}, which is not compared"
     functions = functions_of(module, method)
     said = {name for function in functions for name in _names(function)}
     for function in functions:
@@ -75,6 +77,14 @@ def unseen(module: nn.Module, method: str = "forward", known: str | None = None)
 def functions_of(module: nn.Module, method: str = "forward") -> list[types.FunctionType]:
     """Returns the functions by whose code a method was recognised: its own, and those that it calls."""
     return _read(original_class(module), {**module._buffers, **vars(module)}, method)[1]
+
+
+def replaced_functions(module: nn.Module) -> list[types.FunctionType]:
+    """Returns the functions in whose place ops may compute: those of the patched modules inside of a module, and of
+    their children. Code that is assumed not to change is not among them."""
+    parts = (part for each in module.modules() if is_patched_class(type(each)) for part in each.modules())
+    found = (function for part in dict.fromkeys(parts) for function in functions_of(part))
+    return [function for function in dict.fromkeys(found) if not _is_foreign(function.__module__)]
 
 
 def changed(module: nn.Module, settings: Settings) -> str | None:
@@ -122,6 +132,8 @@ def _within(
         held = [] if _is_foreign(value.__name__) else [each for each in said if each in vars(value)]
     elif isinstance(value, type) and not _is_foreign(value.__module__):
         held = [each for each in said if not each.startswith("__") and hasattr(value, each)]
+    elif get is None and isinstance(value, types.FunctionType) and not _is_foreign(value.__module__):
+        held = [each for each in said if each in asked or each in vars(value)]
     elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, _FUNCTIONS)):
         # A configuration's dtype changes when it is saved; the probes show whether a module casts to it.
         held = [each for each in said if each != "dtype" and (each in asked or hasattr(value, each))]
@@ -172,6 +184,13 @@ def _read(kind: type[nn.Module], own: dict[str, Any], method: str) -> tuple[list
             own_method = vars(cls).get(name)
             add(_function(own_method))
             for wrapper in _wrappers(own_method):
+                add(wrapper)
+        held = own.get(name)
+        if _has_attributes(held):  # an object that is called
+            held = inspect.getattr_static(type(held), "__call__", None)
+        if isinstance(held, types.FunctionType) and not _is_foreign(held.__module__):
+            add(_function(held))
+            for wrapper in _wrappers(held):
                 add(wrapper)
     return found, functions
 
@@ -257,6 +276,13 @@ def _beyond_comparison(value: Any, path: str, said: set[str]) -> str | None:
     if type(value).__module__ in ("typing", "types", "transformers.utils.logging") or isinstance(value, _IN_PLACE):
         return None
     return f"its code reads {path}, a {type(value).__name__}, which is not compared"
+
+
+def _home_of(value: Any) -> str | None:
+    """Returns the module of the function of a method or a partial."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return getattr(value, "__module__", None)
 
 
 def _is_foreign(name: str | None) -> bool:
