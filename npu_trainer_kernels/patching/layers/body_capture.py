@@ -37,6 +37,7 @@ from ...capture import (
     capture,
     recorder_for,
     recording_now,
+    why_unseen,
 )
 from ...ops.attention import BoundedSegments, Room, table_of, uploaded
 from ...support.errors import one_line
@@ -269,7 +270,13 @@ class BodyCapture(Counts):
         return self._modes[where, keeps]
 
     def _another(self, way: _Way, row: Room, forward: BodyForward, inputs: _Inputs, mode: Mode) -> _Captured:
-        """Captures a body for a row that has no room in the graphs that the body has in its present state."""
+        """Captures a body for a row that has no room in the graphs that the body has in its present state.
+
+        Raises:
+            Refused: the code cannot be seen at present.
+        """
+        if (unseen := why_unseen()) is not None:
+            raise Refused(unseen)
         alike = [one for one in way.captured if one.state.holds() and one.embeds == inputs.embeds]
         states = {one.number for one in way.captured}
         number = alike[0].number if alike else next(NUMBERS)
