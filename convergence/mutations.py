@@ -278,6 +278,26 @@ def _last_columns_dropped(original: Any, logits: torch.Tensor, *args: Any) -> An
     return original(logits[:, : logits.shape[1] // BLOCK * BLOCK], *args)
 
 
+def _last_columns_dropped_at_once(original: Any, logits: torch.Tensor, second: torch.Tensor | None, ids: torch.Tensor,
+                                  *args: Any) -> Any:  # fmt: skip
+    last = logits if second is None else second
+    first = last.shape[1] // BLOCK * BLOCK
+    before = 0 if second is None else logits.shape[1]
+    columns = torch.arange(before + first, before + last.shape[1], device=last.device)
+    last[:, first:].masked_fill_(columns != ids.unsqueeze(1), torch.finfo(last.dtype).min)
+    return original(logits, second, ids, *args)
+
+
+def _no_cap_derivative_at_once(original: Any, logits: torch.Tensor, second: torch.Tensor | None, *args: Any) -> Any:
+    inner = next(arg for arg in args if isinstance(arg, HeadOptions)).factors[0]
+    blocks = [block for block in (logits, second) if block is not None]
+    slopes = [1 - torch.tanh(inner * block.float()).square() for block in blocks]
+    result = original(logits, second, *args)
+    for block, each in zip(blocks, slopes, strict=True):
+        block.div_(each)
+    return result
+
+
 def _no_cap_derivative(original: Any, logits: torch.Tensor, grads: torch.Tensor, *args: Any) -> None:
     inner = next(arg for arg in args if isinstance(arg, HeadOptions)).factors[0]
     t = torch.tanh(inner * logits.float())
@@ -588,9 +608,9 @@ def _mutations() -> tuple[Mutation, ...]:
         Mutation("label off by one", ("lm",), _around(_LOSS, _label_off_by_one, _IN_PATCHING)),
         Mutation("weight gradient accumulated in bf16", ("lm",), _around(_ACCUMULATE, _bf16_accumulation)),
         Mutation("last partial block of the vocabulary dropped", ("lm",),
-                 _around(_STATISTICS, _last_columns_dropped)),
+                 _each(_around(_STATISTICS, _last_columns_dropped), _around(_AT_ONCE, _last_columns_dropped_at_once))),
         Mutation("softcap without its derivative", ("lm-softcap",),
-                 _around(_GRADIENT, _no_cap_derivative)),
+                 _each(_around(_GRADIENT, _no_cap_derivative), _around(_AT_ONCE, _no_cap_derivative_at_once))),
         Mutation("epsilon outside the root", ("lm",), _around(_NORM, _epsilon_outside)),
         Mutation("last partial block of rows dropped", ("lm",), _around(_NORM, _last_rows_dropped)),
         Mutation("positions one too large behind the first segment", ("grpo-ragged",),
