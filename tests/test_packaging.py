@@ -88,7 +88,7 @@ def sdist(sources) -> set[str]:
 def test_the_wheel_has_the_code_with_its_data_and_nothing_else(sources):
     """What the source distribution has besides (results of benchmarks, pictures) would make it five times as large."""
     wheel = built(sources, "wheel")
-    assert wheel.stat().st_size < 1_000_000
+    assert wheel.stat().st_size < 2_000_000  # its code is half of that
     with zipfile.ZipFile(wheel) as packed:
         found = {name for name in packed.namelist() if ".dist-info/" not in name}
     code = {file.relative_to(ROOT).as_posix() for file in (ROOT / "npu_trainer_kernels").rglob("*.py")}

@@ -23,6 +23,7 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, handle_of
 from npu_trainer_kernels.patching.modules.rotation_forms import rope_form, rotate, rotation_call
 from npu_trainer_kernels.support.rounding import SEEDS
+from tests import warm
 from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
 
 
@@ -426,10 +427,9 @@ def test_a_handle_keeps_no_weights_alive():
     kernels.restore()
 
 
-def test_trls_names_come_back_with_a_model_that_nobody_restored():
+def leave_a_model_unrestored() -> None:
     from trl.trainer import utils
 
-    gc.collect()  # models of earlier tests that nobody restored are cycles until then
     own = utils._ChunkedLogProbFunction
     model = small_model("llama")
     apply_npu_kernels(model)
@@ -437,6 +437,14 @@ def test_trls_names_come_back_with_a_model_that_nobody_restored():
     del model
     gc.collect()
     assert utils._ChunkedLogProbFunction is own
+
+
+def test_trls_names_come_back_with_a_model_that_nobody_restored():
+    """In a process without the models of other tests, which have the names as long as they live."""
+    process = warm.context().Process(target=leave_a_model_unrestored)
+    process.start()
+    process.join(timeout=300)
+    assert process.exitcode == 0
 
 
 def test_an_inner_with_leaves_the_outer_one_on():
