@@ -5,13 +5,15 @@ filled, and a result that a later replay overwrites, show here, too.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from npu_trainer_kernels import NpuKernels, apply_npu_kernels
+from npu_trainer_kernels.capture import pieces
 from tests.models import SMALL, small_model
 from tests.patching.padded import Batch, Step, loss_of, values
 
@@ -129,3 +131,24 @@ class Events:
     def query(self) -> bool:
         self.asked += 1
         return self._waits(self.asked)
+
+
+def assert_copies_count(twins: Twins, batches: Sequence[Batch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares the gradients of batches after all of them, as autograd has them (`.grad` may be a copy). Handed out as
+    the memory that the next replay writes, they must differ."""
+
+    def outcomes(model: Any) -> list[Outcome]:
+        made = []
+        for batch in batches:
+            grads = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+            made.append({str(i): grad for i, grad in enumerate(grads)})
+        return made
+
+    def compare() -> None:
+        for found, expected in zip(*map(outcomes, twins.both), strict=True):
+            assert_same(found, expected)
+
+    compare()
+    monkeypatch.setattr(pieces, "_copies", lambda tensors: tensors)
+    with pytest.raises(AssertionError):
+        compare()

@@ -15,12 +15,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import Refused
-from npu_trainer_kernels.capture import pieces as pieces_module
 from npu_trainer_kernels.ops.attention import Room, bounded_segments
 from npu_trainer_kernels.patching.body import BodyForward
 from npu_trainer_kernels.patching.layers import body_capture, layer_state, stand_ins
 from tests.models import small_model
-from tests.patching.captured import Outcome, assert_same, rows
+from tests.patching.captured import assert_copies_count, assert_same, rows
 from tests.patching.padded import Batch, loss_of, values
 from tests.patching.test_body_graphs import SHARED, in_autocast
 from tests.patching.whole import STEPS, BodyTwins, llama_bodies
@@ -281,21 +280,7 @@ def test_fault_a_bound_that_is_too_small(twins: BodyTwins, monkeypatch: pytest.M
 def test_fault_one_set_of_gradients_is_read_after_the_next_replay(
     twins: BodyTwins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def outcomes(model: Any) -> list[Outcome]:
-        made = []
-        for batch in STEPS:
-            grads = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
-            made.append({str(i): grad for i, grad in enumerate(grads)})
-        return made
-
-    def compare() -> None:
-        for found, expected in zip(*map(outcomes, twins.both), strict=True):
-            assert_same(found, expected)
-
-    compare()
-    monkeypatch.setattr(pieces_module, "_copies", lambda tensors: tensors)
-    with pytest.raises(AssertionError):
-        compare()
+    assert_copies_count(twins, STEPS, monkeypatch)
 
 
 def test_fault_graphs_of_another_dtype(twins: BodyTwins) -> None:

@@ -22,7 +22,7 @@ from npu_trainer_kernels.patching.layers import LayerCapture, buckets, layer_cap
 from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
-from tests.patching.captured import FULL, PADDED, Outcome, Twins, assert_same, llama_twins, lora_twins, rows
+from tests.patching.captured import FULL, PADDED, Twins, assert_copies_count, llama_twins, lora_twins, rows
 from tests.patching.padded import Batch, loss_of, of_torch, values
 
 MORE_LIVE, FEW_LIVE = rows(30, 10, 15, 9), rows(12, 12, 13, 12, seed=4)
@@ -366,22 +366,7 @@ def test_fault_a_change_that_nobody_looks_for(what: str, monkeypatch: pytest.Mon
 
 
 def test_fault_gradients_are_handed_out_as_static_buffers(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    def outcomes(model: Any) -> list[Outcome]:
-        """Gradients as autograd has them: `.grad` may be a copy."""
-        made = []
-        for batch in PADDED:
-            grads = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
-            made.append({str(i): grad for i, grad in enumerate(grads)})
-        return made
-
-    def compare() -> None:
-        for found, expected in zip(*map(outcomes, twins.both), strict=True):
-            assert_same(found, expected)
-
-    compare()
-    monkeypatch.setattr(pieces_module, "_copies", lambda tensors: tensors)
-    with pytest.raises(AssertionError):
-        compare()
+    assert_copies_count(twins, PADDED, monkeypatch)
 
 
 def test_fault_padding_of_a_bucket_in_a_routers_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ a key that several segments see in fp32, in a fixed order.
 Backend "vendor" is torch_npu's operator. Backend "torch" uses flash attention on CUDA if that supports the call
 (`segment_kernels`). Otherwise it processes one segment after another, with `scaled_dot_product_attention` or, with a
 soft cap or sinks, with the formula. Lengths are numbers on the host, so the host does not wait for the device.
-A device's graph cannot go by numbers of the host. In one the op
-goes by `BoundedSegments`: flash attention reads where segments end from the device, and on a CPU, where tapes stand in
-for graphs, a mask that is computed from there serves all segments at once.
+A device's graph cannot go by numbers of the host. In one the op goes by `BoundedSegments`: flash attention reads where
+segments end from the device, and on a CPU, where tapes stand in for graphs, a mask that is computed from there serves
+all segments at once.
 `torch.compile` calls the op without tracing it, because a traced op would be recompiled for each batch's lengths.
 """
 
