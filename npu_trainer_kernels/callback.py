@@ -517,7 +517,7 @@ class NpuKernelsCallback(TrainerCallback):
                         logs["layers_replayed"] = round(layers.share_since(), 3)
                     if (bodies := self._handle.settings.bodies) is not None:
                         logs["bodies_replayed"] = round(bodies.share_since(), 3)
-                    rollouts = self._handle.report().rollouts
+                    rollouts = self._handle.rollouts
                     if rollouts is not None and (seconds := rollouts.seconds_since()):
                         logs["generation_seconds"] = round(seconds, 3)
                     logs.update({name: round(seconds, 4) for name, seconds in self._times.columns().items()})
@@ -529,7 +529,7 @@ class NpuKernelsCallback(TrainerCallback):
 
     def _generated(self) -> float:
         """The seconds that the trained model's completions have taken so far."""
-        rollouts = None if self._handle is None else self._handle.report().rollouts
+        rollouts = None if self._handle is None else self._handle.rollouts
         return 0.0 if rollouts is None else rollouts.seconds
 
     def _loss_is_added(self) -> None:

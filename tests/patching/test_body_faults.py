@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import Refused
 from npu_trainer_kernels.ops.attention import Room, bounded_segments
+from npu_trainer_kernels.patching.body import Batch as BodyBatch
 from npu_trainer_kernels.patching.body import BodyForward
 from npu_trainer_kernels.patching.layers import body_capture, layer_state, stand_ins
 from tests.models import small_model
@@ -186,7 +187,7 @@ def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.Monke
         handle.remove()
     body = twins.model.model
     forward = BodyForward(type(body), body, "", True, None, carries=False, mixes=True)
-    assert twins.layers._why_not_now(forward) == (
+    assert twins.layers._why_not_now(BodyBatch.full({**STEPS[0]}), forward) == (
         "modules that mix tokens get the padded batch, whose shape is another one at each step"
     )
     for model in twins.both:
@@ -272,7 +273,7 @@ def test_fault_a_stale_table_of_segments(twins: BodyTwins, monkeypatch: pytest.M
 
 def test_fault_a_bound_that_is_too_small(twins: BodyTwins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is cut off: the table of such a row cannot be made."""
-    monkeypatch.setattr(body_capture, "_has_room", lambda *_: True)
+    monkeypatch.setattr(body_capture._Way, "with_room", lambda way, _: way.captured)
     with pytest.raises(ValueError, match=r"segments must be at most 16; the row needs 21"):
         loss_of(twins.model, rows(*[3] * 20))
 
