@@ -325,7 +325,9 @@ def _record(
     fixed: Sequence[torch.Tensor], recorder: Recorder,
 ) -> CapturedFunction:  # fmt: skip
     watch = Watch(inputs, fixed)
-    backward, keeps = None, None
+    graph: Graph | None = None
+    grads: Sequence[torch.Tensor | None] = ()
+    found: Sequence[torch.Tensor | None] = ()
     with recorder.recording(watch, look=False), _set(watch), _abandoned(recorder):
         recorder.begin()
         outputs = function(*inputs)
@@ -337,15 +339,17 @@ def _record(
             watch.knows(given)
             found = torch.autograd.grad(differ, wanted, given, retain_graph=True, allow_unused=True)
             graph = recorder.end()
-            pairs = [(leaf, grad) for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
-            backward = _Backward(
-                graph,
-                [None if grad is None else recorder.alias(grad) for grad in grads],
-                [leaf for leaf, _ in pairs],
-                [recorder.alias(grad) for _, grad in pairs],
-            )
-            # What backward reads must not be used by graphs that are captured later: autograd's graph keeps what it
-            # has saved; the results may be saved by those that get them.
-            keeps = [o.grad_fn for o in differ], [o.detach() for o in outputs]
-    results = [recorder.alias(o) for o in outputs]
-    return CapturedFunction(inputs, forward, results, [o.requires_grad for o in outputs], backward, keeps)
+    differs, results = [o.requires_grad for o in outputs], [recorder.alias(o) for o in outputs]
+    if graph is None:
+        return CapturedFunction(inputs, forward, results, differs, None, None)
+    completed = [(leaf, grad) for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
+    backward = _Backward(
+        graph,
+        [None if grad is None else recorder.alias(grad) for grad in grads],
+        [leaf for leaf, _ in completed],
+        [recorder.alias(grad) for _, grad in completed],
+    )
+    # What backward reads must not be used by graphs that are captured later: autograd's graph keeps what it has saved;
+    # the results may be saved by those that get them.
+    keeps = [o.grad_fn for o in differ], [o.detach() for o in outputs]
+    return CapturedFunction(inputs, forward, results, differs, backward, keeps)
