@@ -12,7 +12,7 @@ from torch import nn
 
 from ...capture import Refused
 
-__all__ = ["OnThisThread", "Exchanged", "without_part"]
+__all__ = ["Exchanged", "OnThisThread", "without_part"]
 
 
 class OnThisThread(dict[str, Any]):
