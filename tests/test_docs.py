@@ -254,9 +254,7 @@ def test_the_first_figures_of_the_site_are_those_of_the_readme():
 def backends_in(cell: str) -> str:
     """The backend that a cell of README's table says is used, unless somebody names another one."""
     words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).split(";")[0].split(":")[0]
-    if words.endswith("by name"):
-        return "torch"
-    if words.startswith("the model's own code"):
+    if words.endswith("by name") or words.startswith("the model's own code"):
         return "the model's"
     first = words.removeprefix("chunked ").split()[0].lower()
     return "torch" if first == "pytorch's" else first
