@@ -72,7 +72,7 @@ class Draws:
         points = self._points(drawn, step, 2 * workload.batch)
         found = workload.least + np.floor(points * (workload.length + 1 - workload.least)).astype(int)
         prompts = self._ids(drawn, [workload.prompt] * workload.batch)
-        chosen, rejected = (self._ids(drawn, found[half :: 2].tolist()) for half in (0, 1))
+        chosen, rejected = (self._ids(drawn, found[half::2].tolist()) for half in (0, 1))
         return [
             {"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad}
             for prompt, good, bad in zip(prompts, chosen, rejected, strict=True)

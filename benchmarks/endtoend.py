@@ -6,9 +6,9 @@ lengths: each step of a run has its own (`draws.py`), the same for all variants.
 batches that ran.
 
 A step is timed from the end of the previous step to its own end, with data loading and the Trainer, on the device's
-clock: the measurement does not wait for the device where training would not. Everything that happens in a step counts,
-also compiling and capturing. After the timed steps two more run under a profiler of the device alone, on CUDA: how long
-it was busy, and when the host had asked for all work. Their lengths are typical: they have the mean of the distribution.
+clock: the measurement does not wait for the device where training would not. Compiling and capturing count in the step
+in which they happen. After the timed steps two more run under a profiler of the device alone, on CUDA: how long it was
+busy, and when the host had asked for all work. Their lengths are typical: as many tokens as the distribution's mean.
 `run_times.py` has the figures. The optimiser is the Trainer's default. In the GRPO update generation returns given ids,
 and the step is timed without the preparation of the batch (rewards, decoding), which uses no kernels. DPO's reference
 is a second model with the policy's initial weights: the first loss is log 2, 0.6931, if both compute the same.
@@ -59,8 +59,7 @@ def _child_environment() -> dict[str, str]:
 
 
 def run(workload: StepWorkload, variant: str, steps: int, timeout: float | None) -> Row:
-    """Runs a workload in a separate process and returns its row, also after a failure or more than `timeout` seconds.
-    """
+    """Runs a workload in a separate process; returns its row, also after a failure or more than `timeout` seconds."""
     sizes = {f.name: getattr(workload, f.name) for f in fields(StepWorkload) if f.name not in ("name", "size")}
     row: Row = {
         "group": "end-to-end", "op": workload.name, "shape": workload.shape, "sizes": sizes,
@@ -154,6 +153,11 @@ class _PeakMemory:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
+def profiled_steps(device: Any) -> int:
+    """Returns how many steps are profiled after the timed ones: of CUDA alone is it known what the device did."""
+    return _PROFILED if device.type == "cuda" else 0
+
+
 def train(workload: StepWorkload, variant: str, steps: int) -> Row:
     """Trains in this process and returns the fields of a row beyond its key.
 
@@ -175,7 +179,7 @@ def train(workload: StepWorkload, variant: str, steps: int) -> Row:
     from .run_times import figures
 
     device = torch.device(devices.accelerator())
-    clock, profiled = Clock(device), _PROFILED if device.type == "cuda" else 0
+    clock, profiled = Clock(device), profiled_steps(device)
     total = steps + profiled
     with tempfile.TemporaryDirectory() as folder:
         trainer, seen = build_trainer(workload, VARIANTS[variant], total, folder, clock, typical=profiled)

@@ -36,4 +36,5 @@ def lengths(distribution: str, points: Iterable[float], longest: int) -> list[in
 
 def prompt_lengths(points: Iterable[float], longest: int) -> list[int]:
     """Returns the lengths of prompts, uniform from a quarter of the longest to the longest; 0: there are no prompts."""
-    return [math.ceil(longest * (_PROMPT_LEAST + (1 - _PROMPT_LEAST) * point)) for point in points]
+    shares = (_PROMPT_LEAST + (1 - _PROMPT_LEAST) * point for point in points)
+    return [min(longest, max(1, round(longest * share))) for share in shares]

@@ -62,7 +62,7 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
 
 def what_ran(events: Iterable[Any], on_cuda: bool, steps: int = 1) -> Row:
     """Returns for the average step `collectives`, the number of runs of each on the device, or of its calls on a CPU;
-    and on CUDA `profiled`, the device's busy milliseconds, the number of its kernels and copies, and the slowest kernels.
+    and on CUDA `profiled`, the device's busy milliseconds, the number of its kernels and copies, and the slowest ones.
 
     Args:
         events: Kineto's events of the profiled steps.
@@ -182,8 +182,8 @@ def _of_all(
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, (seconds, peak, live, positions, busy_ms))
     slowest = max(every, key=lambda found: sum(found[0]))
-    counts = (every[0][i] if one_batch else [sum(of_step) for of_step in zip(*(found[i] for found in every), strict=True)]
-              for i in (2, 3))  # fmt: skip
+    counted = every[:1] if one_batch else every
+    counts = ([sum(of_step) for of_step in zip(*(found[i] for found in counted), strict=True)] for i in (2, 3))
     return {**figures(slowest[0], *counts, slowest[4]), "peak_bytes": max(found[1] for found in every)}
 
 
@@ -292,7 +292,9 @@ def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, devic
     optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5, fused=True)
     rank, draws = 0 if one_batch else distributed.get_rank(), Draws(workload, typical_from=steps)
     batches = [draws.batch(number, rank) for number in range(steps + 1)]
-    counts = [[int(count(batch)) for batch in batches] for count in (live_tokens, lambda batch: batch["labels"].numel())]
+    counts = [
+        [int(count(batch)) for batch in batches] for count in (live_tokens, lambda batch: batch["labels"].numel())
+    ]
     batches = [{name: t.to(device) for name, t in batch.items()} for batch in batches]
     losses, norms, clock = list[torch.Tensor](), list[torch.Tensor](), Clock(device)
 

@@ -22,7 +22,13 @@ def after(steps: int, first: int) -> int:
 def figures(
     seconds: Sequence[float], live: Sequence[int], positions: Sequence[int], busy_ms: float | None
 ) -> dict[str, Any]:
-    """Returns the fields of a row about time.
+    """Returns the fields of a row about time. Of a run that is too short for a field, the second half counts.
+
+    ms           median and quartiles of the second half of the steps;
+    mean_ms      the mean of the steps after the tenth, by which the tokens per second are;
+    mean_all_ms  the mean of the steps after the third;
+    each_ms      the steps one by one;
+    busy_ratio   `mean_ms` divided by `busy_ms`.
 
     Args:
         seconds: the times of all steps except the first.
@@ -33,11 +39,11 @@ def figures(
     steps = len(seconds) + 1
     each = [1e3 * second for second in seconds]
     settled = after(steps, SETTLED)
-    mean, tokens = fmean(each[settled - 1 :]), fmean(live[settled:steps])
+    mean = fmean(each[settled - 1 :])
+    tokens, with_padding = (fmean(counts[settled:steps]) for counts in (live, positions))
     return {
         "ms": as_json(summarise(each[after(steps, steps) - 1 :])),
         "mean_ms": mean, "mean_all_ms": fmean(each[after(steps, _STARTED) - 1 :]), "each_ms": each,
-        "busy_ms": busy_ms, "busy_ratio": mean / busy_ms if busy_ms else None, "tokens": tokens,
-        "positions": fmean(positions[settled:steps]), "live_share": sum(live[settled:steps]) / sum(positions[settled:steps]),
-        "tokens_per_second": tokens / mean * 1e3,
+        "busy_ms": busy_ms, "busy_ratio": None if busy_ms is None else mean / busy_ms, "tokens": tokens,
+        "positions": with_padding, "live_share": tokens / with_padding, "tokens_per_second": tokens / mean * 1e3,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """Builds the trainers whose steps `endtoend.py` times, as a user would, with the model and data of a workload.
 
-Each step has the batch that `draws.py` draws for its number. The positions of every batch, and the tokens among them, are
-counted before the step.
+Each step has the batch that `draws.py` draws for its number. The positions of every batch, and the tokens among them,
+are counted before the step.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from .step_cases import StepVariant, StepWorkload
 from .step_clock import Clock
 
 __all__ = [
-    "PACKING_OP", "TRAINERS", "Positions", "bodies_replayed", "build_trainer", "captured", "kernels_of", "patch_with_liger", "ran",
-    "sharing_from",
+    "PACKING_OP", "TRAINERS", "Positions", "bodies_replayed", "build_trainer", "captured", "kernels_of",
+    "patch_with_liger", "ran", "sharing_from",
 ]  # fmt: skip
 
 # The op that skips padding and computes common prefixes once.
@@ -88,8 +88,9 @@ def _arguments(variant: StepVariant, batch: int, steps: int, folder: str) -> dic
 
     return {
         "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": batch,
-        "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_first_step": True, "logging_steps": min(LOGGED, steps),
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 1, "torch_compile": variant.compiled,
+        "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_first_step": True,
+        "logging_steps": min(LOGGED, steps), "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 1,
+        "torch_compile": variant.compiled,
         "use_cpu": devices.accelerator() == "cpu" or not torch.accelerator.is_available(),
     }  # fmt: skip
 
@@ -182,7 +183,7 @@ def _reports(trainer: Any) -> list[Any]:
 
 
 def captured(trainer: Any) -> dict[str, Any]:
-    """Returns the fields of a row about graphs: "captured", the counts, which is missing if nothing may be captured; and
+    """Returns the fields of a row about graphs: "captured", the counts, if something may be captured; and
     "capture_seconds", the time that capturing took."""
     found = [report.capture.as_dict() for report in _reports(trainer) if report.capture is not None]
     return {"captured": found[0], "capture_seconds": found[0]["seconds"]} if found else {"capture_seconds": 0.0}
@@ -228,7 +229,8 @@ class _Run:
         """Returns a data set with the prompts of all steps, as text."""
         from datasets import Dataset
 
-        return Dataset.from_dict({"prompt": [" ".join(map(str, ids)) for ids in self.of_all_ranks(settings, Draws.prompts)]})
+        prompts = self.of_all_ranks(settings, Draws.prompts)
+        return Dataset.from_dict({"prompt": [" ".join(map(str, ids)) for ids in prompts]})
 
 
 def _in_order(trainer: Any) -> Any:
@@ -274,7 +276,6 @@ def _grpo_trl(
     workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], run: _Run
 ) -> Any:
     import trl
-    from datasets import Dataset
 
     import npu_trainer_kernels
 
@@ -350,7 +351,6 @@ def _dpo_trl(
 def _distil_trl(
     workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], run: _Run
 ) -> Any:
-    from datasets import Dataset
     from trl import DistillationConfig, DistillationTrainer
 
     in_16_bits = MODELS[workload.size][2] == "bfloat16"
@@ -394,7 +394,13 @@ TRAINERS = {
 
 
 def build_trainer(
-    workload: StepWorkload, variant: StepVariant, steps: int, folder: str, clock: Clock, typical: int = 0, **options: Any
+    workload: StepWorkload,
+    variant: StepVariant,
+    steps: int,
+    folder: str,
+    clock: Clock,
+    typical: int = 0,
+    **options: Any,
 ) -> tuple[Any, Positions]:
     """Returns a trainer that is ready to train, and the counts of its batches.
 

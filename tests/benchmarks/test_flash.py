@@ -191,12 +191,13 @@ def test_the_operator_is_asked_for_the_same(padded, scale, window, operators):
     ids=lambda workload: workload.name,
 )
 def test_a_step_is_the_same_without_padding(workload, given):
-    plain = endtoend.train(workload, "plain", steps=1, warmup=1)
+    plain = endtoend.train(workload, "plain", steps=2)
     assert given == []
-    found = endtoend.train(workload, "plain-flash", steps=1, warmup=1)
+    found = endtoend.train(workload, "plain-flash", steps=2)
     assert plain["ran"] == {}
     assert found["ran"] == {"flash varlen": len(given)}
-    assert sum(given) / len(given) == found["tokens"] == plain["tokens"] < found["positions"]
+    # The second step is the one that counts.
+    assert given[-1] == found["tokens"] == plain["tokens"] < found["positions"]
     assert not endtoend.differs({**found, "dtype": "float32"}, {**plain, "dtype": "float32"})
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import sharing
-from benchmarks.lengths import lengths, prompt_lengths
+from benchmarks.draws import Draws
 from benchmarks.results import read
 from benchmarks.step_cases import StepWorkload
 from npu_trainer_kernels import apply_npu_kernels
@@ -16,8 +16,9 @@ TINY = StepWorkload("sft", "tiny-qwen3", 8, 24, lengths="exponential", group=8)
 
 def by_hand(workload: StepWorkload) -> float:
     """What sharing saves. Fewer than eight tokens are not shared."""
-    prompts = prompt_lengths(workload.batch // workload.group, workload.prompt)
-    tokens = workload.group * sum(prompts) + sum(lengths("exponential", workload.batch, workload.length))
+    draws = Draws(workload, typical_from=0)
+    prompts, rows = ([len(ids) for ids in draw(0)] for draw in (draws.prompts, draws.rows))
+    tokens = workload.group * sum(prompts) + sum(rows)
     return sum(n for prompt in prompts if (n := (workload.group - 1) * prompt) >= 8) / tokens
 
 
@@ -45,9 +46,10 @@ def test_both_ways_are_run_in_turns(tmp_path, monkeypatch, capsys):
     output = tmp_path / "r.json"
     assert sharing.main(["--output", str(output), "--samples", "1"]) == 0
     meta, (row,) = read(output)
-    assert row["tokens"] == 8 * 5 + sum(lengths("exponential", 8, 24))
-    assert row["share"] == pytest.approx(7 * 5 / row["tokens"])
-    assert computed[-6:] == [row["tokens"] - 7 * 5, row["tokens"]] * (sharing.WARM_UP + 1)
+    workload = sharing.with_prompts(TINY, 0.3)
+    (prompt,) = Draws(workload, typical_from=0).prompts(0)
+    assert row["share"] == pytest.approx(by_hand(workload)) == pytest.approx(7 * len(prompt) / row["tokens"])
+    assert computed[-6:] == [row["tokens"] - 7 * len(prompt), row["tokens"]] * (sharing.WARM_UP + 1)
     assert row["shared"]["loss"] == pytest.approx(row["unshared"]["loss"], rel=1e-5)
     assert row["shared"]["ms"]["samples"] == row["unshared"]["ms"]["samples"] == 1
     assert row["ratio"] == row["unshared"]["ms"]["median"] / row["shared"]["ms"]["median"]
