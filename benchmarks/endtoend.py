@@ -34,7 +34,7 @@ from .lengths import DISTRIBUTIONS
 from .models import MODELS
 from .step_cases import VARIANTS, StepWorkload
 from .step_clock import Clock
-from .steps import TRAINERS, bodies_replayed, build_trainer, captured, ran
+from .steps import TRAINERS, bodies_replayed, build_trainer, captured, ran, reports_of
 
 __all__ = ["ROOT", "STEPS", "differs", "ratios", "run"]
 
@@ -194,7 +194,7 @@ def train(workload: StepWorkload, variant: str, steps: int) -> Row:
     busy = found["profiled"]["device_busy_ms"] if "profiled" in found else None
     return {
         **figures(clock.seconds()[: steps - 1], seen.live, seen.all, busy), **memory, **found,
-        "losses": losses, "grad_norms": norms, "ran": ran(trainer), **captured(trainer),
+        "losses": losses, "grad_norms": norms, "ran": ran(trainer), **captured(reports_of(trainer)),
         "bodies_replayed": bodies_replayed(logged), "version": package_version(VARIANTS[variant].package),
     }  # fmt: skip
 

@@ -31,7 +31,7 @@ from .results import Row
 from .run_times import figures
 from .step_cases import VARIANTS, StepWorkload
 from .step_clock import Clock
-from .steps import bodies_replayed, build_trainer, captured, kernels_of, patch_with_liger, ran
+from .steps import bodies_replayed, build_trainer, captured, kernels_of, patch_with_liger, ran, reports_of
 
 __all__ = [
     "WAYS", "WRAPPERS", "Peak", "covered", "free", "last_steps_profiled", "time_head", "train",
@@ -183,8 +183,10 @@ def _of_all(
     distributed.all_gather_object(every, (seconds, peak, live, positions, busy_ms))
     slowest = max(every, key=lambda found: sum(found[0]))
     counted = every[:1] if one_batch else every
-    counts = ([sum(of_step) for of_step in zip(*(found[i] for found in counted), strict=True)] for i in (2, 3))
-    return {**figures(slowest[0], *counts, slowest[4]), "peak_bytes": max(found[1] for found in every)}
+    tokens, with_padding = (
+        [sum(of_step) for of_step in zip(*(found[i] for found in counted), strict=True)] for i in (2, 3)
+    )
+    return {**figures(slowest[0], tokens, with_padding, slowest[4]), "peak_bytes": max(found[1] for found in every)}
 
 
 @contextlib.contextmanager
@@ -280,10 +282,8 @@ def _train_in_a_loop(workload: StepWorkload, wrapper: str, variant: str, steps: 
     )
     with kernels or contextlib.nullcontext():
         found = _loop(_wrap(model, wrapper, device), workload, wrapper == "tp", steps, device)
-    if kernels is None:
-        return {**found, "ran": {}}
-    report = kernels.report()
-    return {**found, "ran": report.ran, **({} if report.capture is None else {"captured": report.capture.as_dict()})}
+    reports = [] if kernels is None else [kernels.report()]
+    return {**found, "ran": reports[0].ran if reports else {}, **captured(reports)}
 
 
 def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, device: torch.device) -> Row:
@@ -292,9 +292,8 @@ def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, devic
     optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5, fused=True)
     rank, draws = 0 if one_batch else distributed.get_rank(), Draws(workload, typical_from=steps)
     batches = [draws.batch(number, rank) for number in range(steps + 1)]
-    counts = [
-        [int(count(batch)) for batch in batches] for count in (live_tokens, lambda batch: batch["labels"].numel())
-    ]
+    live = [live_tokens(batch) for batch in batches]
+    positions = [batch["input_ids"].numel() for batch in batches]
     batches = [{name: t.to(device) for name, t in batch.items()} for batch in batches]
     losses, norms, clock = list[torch.Tensor](), list[torch.Tensor](), Clock(device)
 
@@ -314,7 +313,7 @@ def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, devic
         clock.tick()
     peak_bytes, seconds = peak.bytes(), clock.seconds()
     profiled = _profiled(lambda: step(steps), device)
-    found = _of_all(seconds, peak_bytes, *counts, one_batch, _busy_ms(profiled))
+    found = _of_all(seconds, peak_bytes, live, positions, one_batch, _busy_ms(profiled))
     told = {"losses": [t.item() for t in losses], "grad_norms": [t.item() for t in norms]}
     return {**found, **told, **profiled}
 
@@ -467,7 +466,7 @@ def _train_with_its_trainer(
     found = _of_all(clock.seconds()[:-1], peak.bytes(), seen.live, seen.all, False, _busy_ms(profiled))
     return {
         **found, "losses": [entry["loss"] for entry in logged],
-        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "ran": ran(trainer), **captured(trainer),
+        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "ran": ran(trainer), **captured(reports_of(trainer)),
         "bodies_replayed": bodies_replayed(logged), **profiled,
     }  # fmt: skip
 

@@ -26,7 +26,7 @@ from .step_clock import Clock
 
 __all__ = [
     "PACKING_OP", "TRAINERS", "Positions", "bodies_replayed", "build_trainer", "captured", "kernels_of",
-    "patch_with_liger", "ran", "sharing_from",
+    "patch_with_liger", "ran", "reports_of", "sharing_from",
 ]  # fmt: skip
 
 # The op that skips padding and computes common prefixes once.
@@ -173,19 +173,20 @@ def ran(trainer: Any) -> dict[str, int]:
         return dict(packed.HF_PACKED_ATTENTION_STATS)
     if flash.CALLS:
         return dict(flash.CALLS)
-    return {op: calls for report in _reports(trainer) for op, calls in report.ran.items()}
+    return {op: calls for report in reports_of(trainer) for op, calls in report.ran.items()}
 
 
-def _reports(trainer: Any) -> list[Any]:
+def reports_of(trainer: Any) -> list[Any]:
+    """Returns the reports of our callbacks in a trainer."""
     from npu_trainer_kernels import NpuKernelsCallback
 
     return [c.report() for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
 
 
-def captured(trainer: Any) -> dict[str, Any]:
-    """Returns the fields of a row about graphs: "captured", the counts, if something may be captured; and
-    "capture_seconds", the time that capturing took."""
-    found = [report.capture.as_dict() for report in _reports(trainer) if report.capture is not None]
+def captured(reports: Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields of a row about graphs by a model's reports: "captured", the counts, if something may be
+    captured; and "capture_seconds", the time that capturing took."""
+    found = [report.capture.as_dict() for report in reports if report.capture is not None]
     return {"captured": found[0], "capture_seconds": found[0]["seconds"]} if found else {"capture_seconds": 0.0}
 
 

@@ -204,7 +204,7 @@ def test_a_step_is_the_same_without_padding(workload, given):
 def test_only_batches_with_padding_in_16_bits_run_by_it():
     for kind in ("cuda", "npu"):
         for workload in step_cases.workloads(kind):
-            padded = bool(workload.lengths) or workload.name == "dpo-trl"
+            padded = workload.has_padding and not workload.generates
             found = {"plain-flash", "liger-flash"} & set(step_cases.variants_of(workload))
             assert len(found) == 2 * padded, workload.key
     # On a CPU there is no such kernel.

@@ -153,7 +153,7 @@ def test_launches_of_ours_are_counted_where_they_are_launched(monkeypatch):
     before = contextvars.ContextVar("before", default=lambda *launch: launched.append(launch))
     monkeypatch.setattr(ranks.launch_module, "_launcher", before)
     what_ran, of_trl = ranks.what_ran, [_Event("_forward_kernel", 0, 1_000_000)]
-    monkeypatch.setattr(ranks, "what_ran", lambda events, on_cuda: what_ran(of_trl, True))
+    monkeypatch.setattr(ranks, "what_ran", lambda events, on_cuda, steps: what_ran(of_trl, True, steps))
     assert ranks._profiled(lambda: None, CPU)["profiled"]["launches_of_ours"] == 0
     one = partial(ranks.launch_module.launch, "kernel", (1,), (), {})
 
