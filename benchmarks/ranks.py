@@ -466,8 +466,8 @@ def _train_with_its_trainer(
     found = _of_all(clock.seconds()[:-1], peak.bytes(), seen.live, seen.all, False, _busy_ms(profiled))
     return {
         **found, "losses": [entry["loss"] for entry in logged],
-        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "ran": ran(trainer), **captured(reports_of(trainer)),
-        "bodies_replayed": bodies_replayed(logged), **profiled,
+        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "ran": ran(trainer),
+        **captured(reports_of(trainer)), "bodies_replayed": bodies_replayed(logged), **profiled,
     }  # fmt: skip
 
 
