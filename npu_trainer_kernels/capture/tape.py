@@ -27,15 +27,7 @@ __all__ = ["Nothing", "Refused", "Tape", "Watch", "parts_of"]
 
 
 class Refused(Exception):
-    """A computation that cannot be captured; the message says why, as a part of a sentence.
-
-    Attributes:
-        unknown: the storages of tensors that it reads and a graph may not read.
-    """
-
-    def __init__(self, reason: str, unknown: Iterable[int] = ()) -> None:
-        super().__init__(reason)
-        self.unknown = frozenset(unknown)
+    """A computation that cannot be captured; the message says why, as a part of a sentence."""
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -210,8 +202,7 @@ class Watch(TorchDispatchMode):
         fixed: those of them that must not be written to.
 
     Attributes:
-        target: the tape that is written to, or `Nothing`; None: operators are not looked at (attention between two
-            pieces).
+        target: the tape that is written to, or `Nothing`; None: operators are not looked at.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], fixed: Iterable[torch.Tensor]) -> None:
@@ -233,7 +224,7 @@ class Watch(TorchDispatchMode):
         self._on_the_host.__exit__(*error)
 
     def knows(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Adds inputs: what attention returns between two pieces, gradients that a backward begins with."""
+        """Adds inputs: gradients that a backward begins with, and what operators make."""
         tensors = list(tensors)
         self._known.update(_addresses(tensors))
         self._places += map(StorageWeakRef, map(torch.Tensor.untyped_storage, tensors))
@@ -249,8 +240,7 @@ class Watch(TorchDispatchMode):
             raise Refused(f"it draws random numbers ({of.name})")
         addresses = _addresses(tensors)
         if not self._known.issuperset(addresses):
-            unknown = [at for at in addresses if at not in self._known]
-            raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({of.name})", unknown)
+            raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({of.name})")
         for place in of.written:
             if not self._fixed.isdisjoint(_addresses(_tensors_of((_argument(place, args, kwargs),)))):
                 raise Refused(f"it writes to a parameter or a buffer ({of.name})")

@@ -83,17 +83,22 @@ class Room:
         return None
 
     @classmethod
-    def tokens_for(cls, row: Room) -> int:
-        """Returns the number of tokens that a row is filled up to: a power of two."""
-        return max(_power_of_two(row.tokens), _FEWEST)
+    def bucket(cls, tokens: int) -> int:
+        """Returns the power of two that a row of so many tokens may be filled up to."""
+        return max(_power_of_two(tokens), _FEWEST)
 
     @classmethod
-    def around(cls, row: Room, others: Sequence[Room] = ()) -> Room:
-        """Returns bounds for a row and for rows that are like it: powers of two, none below those of other rooms."""
-        tokens, longest = cls.tokens_for(row), _power_of_two(row.longest)
+    def around(cls, row: Room, tokens: int, others: Sequence[Room] = ()) -> Room:
+        """Returns bounds for a row and for rows that are like it: powers of two, none below those of other rooms.
+
+        Args:
+            row: the row.
+            tokens: the number of tokens that it is filled up to.
+            others: bounds; those with as many tokens count.
+        """
+        longest = _power_of_two(row.longest)
         filling = tokens - row.tokens
-        # Other rows of as many segments may have fewer tokens, but more than half as many.
-        pieces = -(-max(filling, tokens // 2) // longest)
+        pieces = -(-tokens // longest)  # of a row that has hardly any tokens
         segments = max(_power_of_two(row.segments + pieces), _FEWEST_SEGMENTS)
         bounds = cls(
             tokens, segments, longest, _power_of_two(row.keys + filling) if row.keys else 0,

@@ -161,13 +161,18 @@ class Batch:
         return cls(given, Layout(tokens, lengths, lengths, None, tokens, len(tokens)), (rows, width))
 
     @property
+    def device(self) -> torch.device:
+        """The device of its tokens."""
+        embedded = self.given.get("inputs_embeds")
+        where: torch.device = (self.given["input_ids"] if embedded is None else embedded).device
+        return where
+
+    @property
     def computed(self) -> int:
         """The number of tokens that go through the body."""
         return len(self.layout.places)
 
-    def through(
-        self, kind: Any, body: Any, inner: str, by_columns: bool | None, backend: str | None, tokens: int | None = None
-    ) -> Any:  # fmt: skip
+    def through(self, kind: Any, body: Any, inner: str, by_columns: bool | None, backend: str | None) -> Any:
         """Returns the body's output with its hidden states in the batch's shape, and the `Packing` of the packed row.
 
         Args:
@@ -176,19 +181,16 @@ class Batch:
             inner: the path of the text-only body.
             by_columns: whether position ids count columns, padding included; None: the body takes none.
             backend: the override for the op.
-            tokens: the number of tokens that the row is filled up to; None: it is not. What is added is in no segment,
-                and nothing of it is returned.
 
         Raises:
             Unserved: a layer needs a feature that attention by segments lacks.
         """
-        where, live = self.layout, self.computed
-        n = live if tokens is None else tokens
+        where, n = self.layout, self.computed
         new = self.arguments(n, by_columns)
         device = new["attention_mask"].device
-        keys = None if where.keys is None else Shared.make(where.keys, live, device)
+        keys = None if where.keys is None else Shared.make(where.keys, n, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
-        packing = packing_for(body, body.get_submodule(inner), segments, backend, n)
+        packing = packing_for(body, body.get_submodule(inner), segments, backend)
         packing.carries = True
         with packed_row(packing):
             out = kind.forward(body, **new)
@@ -204,7 +206,7 @@ class Batch:
         """
         given, where, (rows, width) = self.given, self.layout, self.shape
         embedded = given.get("inputs_embeds")
-        device = (given["input_ids"] if embedded is None else embedded).device
+        device = self.device
         # Labels are for the head; the proof would have shown a body that uses them.
         new = {name: v for name, v in given.items() if name != "labels" and name not in ARGUMENTS}
         ones = torch.ones(1, n, dtype=torch.long, device=device)

@@ -237,9 +237,7 @@ class PaddingPatch(Patch):
             return "its mask does not mark tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
-        mixes, call = form.proof.mixes, current_call()
-        if mixes and call is not None and call.settings.layers is not None and call.settings.layers.on:
-            return "its layers are captured, which they cannot be without the padding of its mixers"
+        mixes = form.proof.mixes
         if (
             not mixes
             and _caches(module, config, given.get("use_cache"))
@@ -307,15 +305,15 @@ class PaddingPatch(Patch):
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
-        bodies = None if call is None else call.settings.bodies
-        worth = worth or full or _is_slow(form, _rows_of(given)) or (bodies is not None and not form.proof.mixes)
         # The model's own code may not keep apart rows that a collator has packed.
-        if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
-            return LateRefusal(UNREPORTED)
+        worth = worth or _is_slow(form, _rows_of(given)) or (packed and len(batch.layout.lengths) > batch.shape[0])
+        bodies = None if call is None else call.settings.bodies
         try:
             out = None if bodies is None else bodies.call(batch, BodyForward.of(site, module))
             if out is not None:
                 pass
+            elif not worth:
+                return LateRefusal(UNREPORTED)
             elif form.proof.mixes and packed:
                 _, apart = rows_apart(given, batch.layout.lengths)
                 if "position_ids" not in {*form.names, *kwargs}:
@@ -324,9 +322,7 @@ class PaddingPatch(Patch):
             elif form.proof.mixes:
                 out, _ = batch.beside_mixers(site.kind, module)
             else:
-                layers = None if call is None else call.settings.layers
-                tokens = None if layers is None else layers.tokens(batch.computed)
-                out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend, tokens)
+                out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend)
         except Unserved as error:
             rows = given.get("inputs_embeds")
             if error.lasts:

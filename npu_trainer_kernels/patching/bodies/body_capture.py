@@ -6,7 +6,7 @@ that has room in its bounds, whatever the lengths of its rows. Bounds are powers
 
 A body is captured when it is called for the second time in one way (mode, dtype, kinds of arguments), and later for
 batches that have no room yet. What is compared before a replay, and which memory a backward may read, are the rules of
-captured layers (`layer_state`, `buckets`). What they do not allow runs the body's own code, and the report says why.
+`body_state` and `modes`. What they do not allow runs the body's own code, and the report says why.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ...capture import (
+    CapturedFunction,
     Owner,
-    Pieces,
     Reading,
     Reads,
     Refused,
@@ -46,18 +46,19 @@ from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS
 from ..patch import PLAIN, PROBE_ERRORS, Site, is_transformed
 from ..undo import Undo
-from .buckets import MOST_VARIANTS, NUMBERS, Mode, Turn
-from .call_arguments import CallArguments, Now, outputs_of
-from .counts import Counts, calls_apart
-from .layer_state import (
+from .body_costs import ByCosts, Costs, timed
+from .body_state import (
     CHECKPOINT,
     ON_ANOTHER_THREAD,
     SAVED_ELSEWHERE,
-    LayerState,
+    BodyState,
     collected_outputs,
     has_foreign_hooks,
     is_saved_elsewhere,
 )
+from .call_arguments import CallArguments, outputs_of
+from .counts import Counts, calls_apart
+from .modes import MOST_VARIANTS, NUMBERS, Mode, Turn
 from .stand_ins import exchanged, without_part
 
 __all__ = ["BodyCapture"]
@@ -68,12 +69,12 @@ class _Captured:
     """A body in one state, with one set of bounds: its graphs, or why there are none."""
 
     room: Room
-    state: LayerState
+    state: BodyState
     number: int
     """The number of the state: the graphs of one state with several bounds have the same."""
-    embeds: Any
-    """Whether tokens are embedded before, and with a gradient."""
-    pieces: Pieces | None = None
+    kinds: Any
+    """The kinds of its arguments."""
+    function: CapturedFunction | None = None
     output: Any = None
     reason: str = ""
     ran: list[tuple[Site, int]] = field(default_factory=list)
@@ -96,9 +97,10 @@ class _Inputs:
     embedded: torch.Tensor | None
 
     @property
-    def embeds(self) -> Any:
-        """Whether tokens are embedded before, and with a gradient."""
-        return None if self.embedded is None else (self.embedded.requires_grad, self.embedded.dtype)
+    def kinds(self) -> Any:
+        """The kinds of the arguments, and whether tokens are embedded before, and with a gradient."""
+        embedded = None if self.embedded is None else (self.embedded.requires_grad, self.embedded.dtype)
+        return self.flat.kinds(), embedded
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -109,31 +111,60 @@ class _Inputs:
         """Calls the body with other tensors in the places of these."""
         function = functools.partial(forward.kind.forward, forward.body)
         if self.table is None:
-            return self.flat.call(function, tensors)[0]
+            return self.flat.call(function, tensors)
         place = next(i for i, (_, t) in enumerate(self.flat.tensors) if t is self.ids)
         with without_part(forward.body, self.table, tensors[place], tensors[-1]):
-            return self.flat.call(function, tensors[:-1])[0]
+            return self.flat.call(function, tensors[:-1])
+
+
+class _PowersOfTwo:
+    """Every row runs in graphs."""
+
+    def bucket(self, row: Room, _: Sequence[Room]) -> int:
+        """Returns the number of tokens that a row is filled up to."""
+        return Room.bucket(row.tokens)
+
+    def captured(self, tokens: int, shares: bool, seconds: float) -> None:
+        """Notes nothing."""
+
+    def __str__(self) -> str:
+        return ""
 
 
 @dataclass
 class _Way:
-    """The graphs of one way to call a body. `moves`: its parameters are somewhere else at each call: there are none."""
+    """The graphs of one way to call a body.
 
+    Attributes:
+        moves: whether its parameters are somewhere else at each call: then there are no graphs.
+        choice: chooses the buckets.
+    """
+
+    moves: bool
+    choice: ByCosts | _PowersOfTwo
     captured: list[_Captured] = field(default_factory=list)
-    moves: bool = False
 
-    def with_room(self, row: Room, inputs: _Inputs) -> list[_Captured]:
-        """Returns the graphs that a row has room in, those with the fewest segments first."""
-        fits = [one for one in self.captured if one.embeds == inputs.embeds and _has_room(one.room, row)]
-        return sorted((one for one in fits if one.pieces is not None), key=lambda one: one.room.segments)
+    def with_room(self, row: Room) -> list[_Captured]:
+        """Returns the graphs that a row has room in, those with the fewest tokens and segments first."""
+        fits = [one for one in self.captured if one.function is not None and one.room.for_row(row) is None]
+        return sorted(fits, key=lambda one: (one.room.tokens, one.room.segments))
 
 
 class BodyCapture(Counts):
-    """Captures the bodies of a model and replays them."""
+    """Captures the bodies of a model and replays them.
 
-    def __init__(self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool]) -> None:
+    Args:
+        undo: takes back what is done to the model.
+        sites: where ops serve modules.
+        busy: whether the model is being compared with its own code.
+        auto: whether a body runs in graphs only where its costs say that this is faster (`ByCosts`).
+    """
+
+    def __init__(
+        self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool], *, auto: bool = False
+    ) -> None:
         super().__init__()
-        self.on = True
+        self.on, self.auto = True, auto
         self._undo, self._sites, self._busy = undo, sites, busy
         self._bodies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._modes: dict[Any, Mode] = {}
@@ -155,20 +186,23 @@ class BodyCapture(Counts):
         }  # fmt: skip
 
     def __str__(self) -> str:
+        if not self.replayed + self.eager:
+            return "body graphs: none yet"
         seen = self.as_dict()
         line = (
             f"{self.replayed_line('body graphs')}; {seen['graphs']} graphs for {seen['buckets']} buckets; "
             f"{self.seconds:.1f} s spent on capturing"
         )
-        return "\n".join([line, *self.reason_lines()])
+        costs = [f"  {text}" for way in self._ways.values() if (text := str(way.choice))]
+        return "\n".join([line, *costs, *self.reason_lines()])
 
     def _there(self) -> tuple[int, int] | None:
         """Returns the number of graphs, and of their bounds; None: there are none."""
-        rooms = {one.room for way in self._ways.values() for one in way.captured if one.pieces is not None}
+        rooms = {one.room for way in self._ways.values() for one in way.captured if one.function is not None}
         return (sum(each.graphs for each in self._graphs()), len(rooms)) if rooms else None
 
-    def _graphs(self) -> list[Pieces]:
-        return [one.pieces for way in self._ways.values() for one in way.captured if one.pieces is not None]
+    def _graphs(self) -> list[CapturedFunction]:
+        return [one.function for way in self._ways.values() for one in way.captured if one.function is not None]
 
     def install(self, model: nn.Module) -> None:
         """Lets the bodies in a model be captured. The patch that leaves padding out asks for it at each call."""
@@ -186,7 +220,7 @@ class BodyCapture(Counts):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def call(self, batch: Batch, forward: BodyForward) -> Any:
-        """Returns a body's output for a batch, in the batch's shape, by a replay; None: its own code has to run.
+        """Returns a body's output for a batch, in the batch's shape; None: its own code has to run.
 
         Raises:
             Unserved: the output cannot be given this shape.
@@ -195,59 +229,82 @@ class BodyCapture(Counts):
             found = self._output(batch, forward)
         except Refused as error:
             found = str(error)
-        if isinstance(found, str):
-            self.eager += 1
-            if found:
-                self.reasons[found] += 1
-            return None
-        self.replayed += 1
-        return found
+        if not isinstance(found, str):
+            return found
+        self.eager += 1
+        if found:
+            self.reasons[found] += 1
+        return None
 
     def _output(self, batch: Batch, forward: BodyForward) -> Any:
         """Returns the same as `call`, or why the body's own code runs; no report has an empty reason."""
-        if (reason := self._why_not_now(forward)) is not None:
+        if (reason := self._why_not_now(batch, forward)) is not None:
             return reason
-        where = batch.layout
-        row = Room.needed(where.lengths, where.key_lengths, where.keys)
-        tokens = Room.tokens_for(row)
-        new = batch.arguments(tokens, forward.by_columns)
-        if any(isinstance(each, FakeTensor) or (torch.is_tensor(each) and each.is_meta) for each in new.values()):
-            return ""  # a rehearsal
-        flat = CallArguments(forward.kind.forward, (), new, True)
-        device = flat.tensors[0][1].device
-        if torch.is_inference_mode_enabled() or any(t.is_inference() for _, t in flat.tensors):
-            return "inference mode is on"
+        where, device = batch.layout, batch.device
         mode = self._mode(device, torch.is_grad_enabled())
         if mode.keeps and is_saved_elsewhere():
             return SAVED_ELSEWHERE
         if mode.awaits() is not None:
             return "another forward awaits its backward"
-        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        kind = flat.kinds()
-        key = id(forward.body), forward.inner, forward.backend, device, mode.keeps, cast, forward.body.training, kind
-        if key not in self._ways:
-            moves = any(isinstance(module, FSDPModule) for module in forward.body.modules())
-            self._ways[key] = _Way(moves=moves)  # what this call needs of libraries and memory is known the next time
-            return ""
-        way = self._ways[key]
+        way = self._way(forward, device, mode)
+        if way is None:
+            return ""  # what this call needs of libraries and memory is known the next time
         if way.moves:
             return "its parameters move (FSDP2)"
         refused = next((one.reason for one in way.captured if one.reason and one.state.holds()), None)
         if refused is not None:
             return refused
+        if isinstance(way.choice, ByCosts) and way.choice.costs is None:
+            return self._timed(way.choice, batch, forward)
+        row = Room.needed(where.lengths, where.key_lengths, where.keys)
+        fits = way.with_room(row)
+        tokens = way.choice.bucket(row, [one.room for one in fits])
+        if tokens is None:
+            return OWN_CODE_IS_FASTER
+        new = batch.arguments(tokens, forward.by_columns)
+        flat = CallArguments(new)
         # Tables of embeddings are large, and so are their gradients; and other code sets hooks on them.
         ids = new["input_ids"] if new.get("inputs_embeds") is None else None
         table = None if ids is None else _embeddings(forward)
         inputs = _Inputs(flat, ids, table, None if table is None else table(ids))
-        found = next((one for one in way.with_room(row, inputs) if one.state.holds()), None)
-        found = found or self._another(way, row, forward, inputs, mode)
-        if found.pieces is None:
+        alike = (one for one in fits if one.room.tokens == tokens and one.kinds == inputs.kinds)
+        found = next((one for one in alike if one.state.holds()), None)
+        found = found or self._another(way, row, tokens, forward, inputs, mode)
+        if found.function is None:
             return found.reason
         segments = uploaded(table_of(found.room, where.lengths, where.key_lengths, where.keys), device)
+        self.replayed += 1
         return batch.restored(self._replayed(found, forward.body, inputs, segments, mode), tokens)
 
-    def _why_not_now(self, forward: BodyForward) -> str | None:
-        """Returns why a body is not replayed in this call, whatever the batch, or None."""
+    def _way(self, forward: BodyForward, device: torch.device, mode: Mode) -> _Way | None:
+        """Returns what is known of the way in which a body is called; None: it is called so for the first time."""
+        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        body = forward.body
+        key = id(body), forward.inner, forward.backend, device, mode.keeps, cast, body.training
+        if key not in self._ways:
+            moves = any(isinstance(module, FSDPModule) for module in body.modules())
+            self._ways[key] = _Way(moves, ByCosts() if self.auto else _PowersOfTwo())
+            return None
+        return self._ways[key]
+
+    def _timed(self, choice: ByCosts, batch: Batch, forward: BodyForward) -> Any:
+        """Runs a body's own code and measures what it costs."""
+
+        def run() -> Any:
+            return batch.through(forward.kind, forward.body, forward.inner, forward.by_columns, forward.backend)[0]
+
+        out, host, device = timed(batch.device, run)
+        choice.costs = Costs.of(forward.body, batch.computed, host, device)
+        self.eager += 1
+        return out
+
+    def _why_not_now(self, batch: Batch, forward: BodyForward) -> str | None:
+        """Returns why a body is not replayed in this call, whatever the lengths, or None."""
+        given = [each for each in batch.given.values() if torch.is_tensor(each)]
+        if any(isinstance(each, FakeTensor) or each.is_meta for each in given):
+            return ""  # a rehearsal
+        if torch.is_inference_mode_enabled() or any(each.is_inference() for each in given):
+            return "inference mode is on"
         if generates() or is_transformed() or recording_now() or self._busy():
             return ""
         if not self._owner.is_here():
@@ -266,10 +323,12 @@ class BodyCapture(Counts):
     def _mode(self, where: torch.device, keeps: bool) -> Mode:
         """Returns the graphs' memory: one for forwards whose results stay until their backward, one for others."""
         if (where, keeps) not in self._modes:
-            self._modes[where, keeps] = Mode(recorder_for(where), keeps, None, ReplayedMemory())
+            self._modes[where, keeps] = Mode(recorder_for(where), keeps, ReplayedMemory())
         return self._modes[where, keeps]
 
-    def _another(self, way: _Way, row: Room, forward: BodyForward, inputs: _Inputs, mode: Mode) -> _Captured:
+    def _another(
+        self, way: _Way, row: Room, tokens: int, forward: BodyForward, inputs: _Inputs, mode: Mode
+    ) -> _Captured:  # fmt: skip
         """Captures a body for a row that has no room in the graphs that the body has in its present state.
 
         Raises:
@@ -277,11 +336,11 @@ class BodyCapture(Counts):
         """
         if (unseen := why_unseen()) is not None:
             raise Refused(unseen)
-        alike = [one for one in way.captured if one.state.holds() and one.embeds == inputs.embeds]
+        alike = [one for one in way.captured if one.state.holds() and one.kinds == inputs.kinds]
         states = {one.number for one in way.captured}
         number = alike[0].number if alike else next(NUMBERS)
-        room = Room.around(row, [one.room for one in alike])
-        made = _Captured(room, LayerState(forward.body, tables=False), number, inputs.embeds)
+        room = Room.around(row, tokens, [one.room for one in alike])
+        made = _Captured(room, BodyState(forward.body), number, inputs.kinds)
         if len(states - {number}) >= MOST_VARIANTS:
             made.reason = f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
             return made
@@ -299,11 +358,11 @@ class BodyCapture(Counts):
     def _replayed(
         self, found: _Captured, body: nn.Module, inputs: _Inputs, segments: torch.Tensor, mode: Mode
     ) -> Any:  # fmt: skip
-        pieces = found.pieces
-        assert pieces is not None
+        function = found.function
+        assert function is not None
         tensors = [*inputs.tensors, segments]
         with torch.no_grad():
-            for buffer, tensor in zip(pieces.inputs, tensors, strict=True):
+            for buffer, tensor in zip(function.inputs, tensors, strict=True):
                 buffer.copy_(tensor)
         turn, done = None, None
         mode.memory.turn = next(NUMBERS)
@@ -312,10 +371,10 @@ class BodyCapture(Counts):
             mode.begins(turn)
             done = functools.partial(turn.pending.discard, id(body))
         # What is restored from the results is a copy.
-        results = pieces.run(tensors, Now(None, tensors), Reading((mode.memory,), turn), None, done)
+        results = function.run(tensors, Reading((mode.memory,), turn), done)
         for site, calls in found.ran:
             site.ran += calls
-        return found.output(results, [])
+        return found.output(results)
 
     # -- capturing ---------------------------------------------------------------------------------------------------
 
@@ -335,7 +394,7 @@ class BodyCapture(Counts):
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             segments = BoundedSegments(tensors[-1], room)
-            packing = packing_for(body, body.get_submodule(forward.inner), segments, forward.backend, room.tokens)
+            packing = packing_for(body, body.get_submodule(forward.inner), segments, forward.backend)
 
             @contextlib.contextmanager
             def inside() -> Iterator[None]:
@@ -344,20 +403,18 @@ class BodyCapture(Counts):
 
             with inside(), _repeated_inside(body, inside):
                 out = inputs.call(forward, tensors[:-1])
-            results, put = outputs_of(out, [])
+            results, put = outputs_of(out)
             puts.append(put)
             return tuple(results)
 
         def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
-            made.state = LayerState(body, tables=False, reads=reads, settings=settings)
+            made.state = BodyState(body, reads, settings)
             return made.state.values
 
         before = made.state
         try:
             with calls_apart(self._sites(), made.ran):
-                pieces = capture(
-                    function, buffers, originals, list(body.buffers()), mode.recorder, keeps=mode.keeps, watch=watch,
-                )  # fmt: skip
+                captured = capture(function, buffers, originals, list(body.buffers()), mode.recorder, watch=watch)
         except (Refused, Unserved) as error:
             made.state, made.reason = before, str(error)
             return
@@ -367,13 +424,14 @@ class BodyCapture(Counts):
         if not before.holds():
             made.reason = "a call of it changes its modules or parameters"
             return
-        made.pieces, made.output = pieces, puts[-1]
-        self.captured += pieces.graphs
-        self.seconds += time.perf_counter() - begun
+        made.function, made.output = captured, puts[-1]
+        self.captured += captured.graphs
+        seconds = time.perf_counter() - begun
+        self.seconds += seconds
+        way.choice.captured(room.tokens, room.keys > 0, seconds)
 
 
-def _has_room(room: Room, row: Room) -> bool:
-    return room.tokens == Room.tokens_for(row) and room.for_row(row) is None
+OWN_CODE_IS_FASTER = "its own code is expected to be faster, or graphs are not expected to be worth their capture yet"
 
 
 def _embeddings(forward: BodyForward) -> Any:

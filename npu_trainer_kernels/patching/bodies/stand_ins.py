@@ -41,10 +41,10 @@ class OnThisThread(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Inside the `with` block a layer has other parameters on this thread: `others` has one for the id of each of the
-    layer's own."""
-    own = [(module.__dict__, module._parameters) for module in layer.modules()]
+def exchanged(module: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Inside the `with` block a module has other parameters on this thread: `others` has one for the id of each of its
+    own."""
+    own = [(part.__dict__, part._parameters) for part in module.modules()]
     try:
         for where, parameters in own:
             where["_parameters"] = OnThisThread(parameters, others)
