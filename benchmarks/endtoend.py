@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from .lengths import DISTRIBUTIONS
@@ -191,7 +192,10 @@ def train(workload: StepWorkload, variant: str, steps: int) -> Row:
     losses, norms = [entry["loss"] for entry in logged], [float(entry["grad_norm"]) for entry in logged]
     if not losses or not all(map(math.isfinite, losses + norms)):
         raise RuntimeError(f"not finite: losses {losses}, gradient norms {norms}")
-    busy = found["profiled"]["device_busy_ms"] if "profiled" in found else None
+    busy = None
+    if "profiled" in found:
+        busy = found["profiled"]["device_busy_ms"]
+        found["profiled"]["preparation_ms"] = 1e3 * fmean(clock.prepared[-profiled:])
     return {
         **figures(clock.seconds()[: steps - 1], seen.live, seen.all, busy), **memory, **found,
         "losses": losses, "grad_norms": norms, "ran": ran(trainer), **captured(reports_of(trainer)),

@@ -203,7 +203,8 @@ def _kept_lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 PROFILED_COLUMNS = (
-    "workload", "shape", "variant", "rank", "step", "host", "device", "communication", "of it alone", "idle",
+    "workload", "shape", "variant", "rank", "step", "host", "preparation", "device", "communication", "of it alone",
+    "idle",
 )  # fmt: skip
 
 
@@ -213,8 +214,8 @@ def _profiled_lines(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows:
         ranks = [row["profiled"], *row.get("profiled_others", [])] if row.get("profiled") else []
         for rank, found in enumerate(ranks):
-            names = ("step_ms", "host_ms", "device_busy_ms", "communication_ms", "exposed_ms")
-            times = [*(found[name] for name in names), found["step_ms"] - found["device_busy_ms"]]
+            names = ("step_ms", "host_ms", "preparation_ms", "device_busy_ms", "communication_ms", "exposed_ms")
+            times = [*(found.get(name, 0.0) for name in names), found["step_ms"] - found["device_busy_ms"]]
             lines.append([row["op"], row["shape"], row["provider"], str(rank), *(f"{ms:.1f}" for ms in times)])
     return lines
 
@@ -255,7 +256,8 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
                  *_markdown_table(KEPT_COLUMNS, kept)]  # fmt: skip
     profiled = _profiled_lines(rows)
     if profiled:
-        text += ["", "More steps, profiled; ms a step. Host: until Python had asked for all of it. "
+        text += ["", "More steps, profiled; ms a step. Host: until Python had asked for all of it; of it "
+                 "preparation of the batch, which is no part of the times above. "
                  "Device: while any kernel ran. Communication has waiting for the other ranks in it.", "",
                  *_markdown_table(PROFILED_COLUMNS, profiled)]  # fmt: skip
     text += _split_heads(rows)

@@ -332,8 +332,10 @@ def test_preparation_is_no_part_of_a_step(monkeypatch):
             with clock.prepare():
                 pass
         clock.tick()
-    # Every look at the clock takes a second: the third step's six are two pauses of one each, and what is around them.
+    # Every look at the clock takes a second. A pause has two looks around it and two within: it takes three, of which
+    # one is the host's.
     assert clock.seconds() == [1.0, 3.0]
+    assert clock.prepared == [1.0, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])

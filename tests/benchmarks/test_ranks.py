@@ -275,8 +275,8 @@ def test_a_head_on_one_device(one_rank):
     others = [{**did, "host_ms": 60.0}]
     rows = [{**row, **found}, {**split, "profiled": did, "profiled_others": others}]
     text = report.markdown(environment(CPU, []), rows)
-    assert text.count("| BT=8 H=8 V=30 | tp | 0 | 90.0 | 70.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
-    assert text.count("| BT=8 H=8 V=30 | tp | 1 | 90.0 | 60.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
+    assert text.count("| BT=8 H=8 V=30 | tp | 0 | 90.0 | 70.0 | 0.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
+    assert text.count("| BT=8 H=8 V=30 | tp | 1 | 90.0 | 60.0 | 0.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
     assert "The head of BT=8 H=8 V=30, its vocabulary on 1 devices: 0.500 of one device's time." in text
 
 

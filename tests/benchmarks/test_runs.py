@@ -210,7 +210,7 @@ def test_steps_that_are_profiled_are_no_part_of_the_times(monkeypatch):
     assert found["each_ms"] == [1e3] * 3
     assert (found["busy_ms"], found["busy_ratio"]) == (500.0, 2.0)
     assert found["tokens"] == sum(len(ids) for step in (2, 3) for ids in Draws(SFT).rows(step)) / 2
-    assert found["profiled"] == {"device_busy_ms": 500.0}
+    assert found["profiled"] == {"device_busy_ms": 500.0, "preparation_ms": 0.0}
 
 
 def test_times_of_several_steps_are_those_of_one():
