@@ -59,7 +59,7 @@ from .body_state import (
 from .call_arguments import CallArguments, outputs_of
 from .counts import Counts, calls_apart
 from .modes import MOST_VARIANTS, NUMBERS, Mode, Turn
-from .stand_ins import exchanged, without_part
+from .stand_ins import Exchanged, without_part
 
 __all__ = ["BodyCapture"]
 
@@ -294,7 +294,7 @@ class BodyCapture(Counts):
             return batch.through(forward.kind, forward.body, forward.inner, forward.by_columns, forward.backend)[0]
 
         out, host, device = timed(batch.device, run)
-        choice.costs = Costs.of(forward.body, batch.computed, host, device)
+        choice.measured(Costs.of(forward.body, batch.computed, host, device))
         self.eager += 1
         return out
 
@@ -390,6 +390,7 @@ class BodyCapture(Counts):
         buffers.append(uploaded(table_of(room, lengths, lengths, index), buffers[0].device).clone())
         stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in body.parameters()}
         originals: dict[torch.Tensor, torch.Tensor] = {stand_ins[id(p)]: p for p in body.parameters()}
+        exchanged = Exchanged(body, stand_ins)
         puts: list[Any] = []
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -398,7 +399,7 @@ class BodyCapture(Counts):
 
             @contextlib.contextmanager
             def inside() -> Iterator[None]:
-                with packed_row(packing), exchanged(body, stand_ins):
+                with packed_row(packing), exchanged():
                     yield
 
             with inside(), _repeated_inside(body, inside):
