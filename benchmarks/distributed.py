@@ -100,7 +100,10 @@ def plan(kind: str) -> list[Part]:
             (one_prompt, 4),
         )
     ]  # fmt: skip
+    # So short that the host limits it.
+    short = StepWorkload("grpo-trl", "qwen3-0.6b", 8, 512, 128, lengths="exponential")
     return [
+        (short, _DATA, ("plain", "flag", "flag-eager", "flag-body")),
         (whole_rows, _DATA, _PEERS),
         (whole_rows, _TENSOR, _PEERS[:2]),
         (updates["exponential"], _DATA, _PEERS),
