@@ -119,6 +119,9 @@ def test_a_model_is_timed_and_then_captured_if_the_host_is_the_limit(
     assert bodies.replayed == (2 if replayed else 0)
     assert bodies.eager == (3 if replayed else 5)
     assert ("its own code is expected to be faster" in str(bodies)) is not replayed
+    saved = bodies.replayed * (2 * host + 0.02 - 3 * 0.02 / 60 * 64) - bodies.seconds
+    assert bodies.saved == bodies.saved_since() == pytest.approx(saved)
+    kernels.restore()
     assert f"a step without graphs takes the host {2e3 * host + 20:.0f} ms" in str(bodies)
 
 

@@ -142,8 +142,7 @@ class ByCosts:
         return self._lost[key] * max(1.0, _HORIZON / (self.calls + others)) > price
 
     def __str__(self) -> str:
-        if self.costs is None:
-            return ""
+        assert self.costs is not None
         return (
             f"a step without graphs takes the host {1e3 * self.costs.host:.0f} ms, and the device "
             f"{1e6 * self.costs.token:.1f} us for a token; replays have saved about {self.saved:.1f} s"
