@@ -304,7 +304,7 @@ class BodyCapture(Counts):
         def run() -> Any:
             return batch.through(forward.kind, forward.body, forward.inner, forward.by_columns, forward.backend)[0]
 
-        out, host, device = timed(batch.device, run)
+        out, host, device = timed(batch.device, run, choice.fills_queue)
         choice.measured(Costs.of(forward.body, batch.computed, host, device))
         self.eager += 1
         return out
