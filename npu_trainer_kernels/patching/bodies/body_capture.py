@@ -395,6 +395,9 @@ def _why_not(body: nn.Module, table: nn.Module | None) -> str | None:
     for module in (each for each in body.modules() if each not in apart):
         if has_foreign_hooks(module):
             return "other code has hooked a module of it"
+        # Neither its code nor, of the second kind, its attributes can be seen.
+        if "_orig_mod" in module._modules or isinstance(module, torch.jit.ScriptModule):
+            return f"a module of it is compiled ({type(module).__name__})"
         if "forward" in vars(module):
             return "a forward was set on a module of it"
     for parameter in body.parameters():
