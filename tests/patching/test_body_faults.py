@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import Refused
 from npu_trainer_kernels.ops.attention import Room, bounded_segments
-from npu_trainer_kernels.patching.body import BodyForward
 from npu_trainer_kernels.patching.bodies import body_capture, stand_ins
+from npu_trainer_kernels.patching.body import BodyForward
 from tests.models import small_model
 from tests.patching.captured import assert_copies_count, assert_same, rows
 from tests.patching.padded import Batch, loss_of, values

@@ -129,7 +129,13 @@ class _Way:
 
 
 class BodyCapture(Counts):
-    """Captures the bodies of a model and replays them."""
+    """Captures the bodies of a model and replays them.
+
+    Attributes:
+        without_memory: whether bodies are also captured with tensors that have no memory, for `npu-kernels fit`.
+    """
+
+    without_memory = False
 
     def __init__(
         self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool], *, auto: bool = False
@@ -215,7 +221,7 @@ class BodyCapture(Counts):
         row = Room.needed(where.lengths, where.key_lengths, where.keys)
         tokens = Room.tokens_for(row)
         new = batch.arguments(tokens, forward.by_columns)
-        if any(isinstance(each, FakeTensor) or (torch.is_tensor(each) and each.is_meta) for each in new.values()):
+        if any(self._is_unreal(each) for each in new.values()):
             return ""  # a rehearsal
         flat = CallArguments(new)
         device = flat.tensors[0][1].device
@@ -249,6 +255,10 @@ class BodyCapture(Counts):
             return found.reason
         segments = uploaded(table_of(found.room, where.lengths, where.key_lengths, where.keys), device)
         return batch.restored(self._replayed(found, forward.body, inputs, segments, mode), tokens)
+
+    def _is_unreal(self, given: Any) -> bool:
+        """Whether this is a tensor of a rehearsal, which has no values."""
+        return (isinstance(given, FakeTensor) and not self.without_memory) or (torch.is_tensor(given) and given.is_meta)
 
     def _why_not_now(self, forward: BodyForward) -> str | None:
         """Returns why a body is not replayed in this call, whatever the batch, or None."""

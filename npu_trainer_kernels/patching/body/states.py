@@ -75,7 +75,9 @@ def has_own_state_code(body: nn.Module) -> bool:
     """Whether a body carries its states by transformers' own operators, since no package with kernels is installed."""
     layers = [layer for child in body.children() if isinstance(child, nn.ModuleList) for layer in child]
     kinds: set[Any] = {original_class(module) for layer in layers for module in layer.children()}
-    return any(_is_fallback(kind, name) for kind in kinds for name, form in _forms_of(kind).items() if form.name != "shortcut")
+    return any(
+        _is_fallback(kind, name) for kind in kinds for name, form in _forms_of(kind).items() if form.name != "shortcut"
+    )
 
 
 def _is_fallback(kind: Any, name: str) -> bool:
