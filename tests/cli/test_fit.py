@@ -728,7 +728,10 @@ def test_the_pool_keeps_what_a_captured_body_keeps(monkeypatch, checkpointing):
     monkeypatch.setattr(Ledger, "__init__", lambda self, *args: (original(self, *args), ledgers.append(self))[0])
     monkeypatch.setitem(VARIANTS, "kernels", {"ops": ["varlen_attention", "linear_cross_entropy"]})
     attention = importlib.import_module("npu_trainer_kernels.ops.attention.varlen_attention")
-    monkeypatch.setattr(attention, "by_flash", lambda *_: None)  # as on the CPU
+    # Cards attend by other operators than a CPU, which keep other tensors.
+    by_mask = attention._by_mask
+    monkeypatch.setattr(attention, "by_flash", lambda *_: None)
+    monkeypatch.setattr(attention, "_by_mask", lambda *given: by_mask(*given[:-1], True))
     left = []
     with monkeypatch.context() as patch:
         step = _step._step
