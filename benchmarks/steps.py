@@ -189,7 +189,7 @@ def _reports(trainer: Any) -> list[Any]:
 
 
 def captured(trainer: Any) -> dict[str, Any]:
-    """Returns the field "captured" of a row, what was replayed of captured layers; none if nothing may be captured."""
+    """Returns the field "captured" of a row, what was replayed of a captured body; none if nothing may be captured."""
     found = [report.capture.as_dict() for report in _reports(trainer) if report.capture is not None]
     return {"captured": found[0]} if found else {}
 

@@ -22,8 +22,7 @@ _TRAINERS = {"sft-trainer": "SFT, Trainer", "sft-trl": "SFT, TRL's trainer", "dp
 _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b": "Qwen3 of 4B",
            "gemma3-1b": "Gemma 3 of 1B", "qwen3-moe": "Qwen3-MoE of 2B, 64 experts"}  # fmt: skip
 _COLUMNS = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag",
-         "flag-captured": "every layer captured", "flag-eager": "no layer captured",
-         "flag-body": "the whole body captured",
+         "flag-captured": "the body captured", "flag-eager": "nothing captured",
          "flag-unshared": "prompt in every row", "flag-padded": "padding computed", "flag-tiled": "MLP in tiles",
          "liger": "Liger-Kernel", "liger-flash": "Liger-Kernel, flash attention", "unsloth": "Unsloth"}  # fmt: skip
 

@@ -5,8 +5,8 @@ the real Trainer trains a real model.
 """
 
 import gc
-import inspect
 import importlib
+import inspect
 import json
 import types
 from dataclasses import replace
@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from npu_trainer_kernels.patching.bodies import body_capture
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -44,6 +43,7 @@ from npu_trainer_kernels.fit import (
 from npu_trainer_kernels.fit._ledger import Ledger
 from npu_trainer_kernels.ops import gated_delta_rule, linear_divergence
 from npu_trainer_kernels.patching import PATCHES, apply_npu_kernels
+from npu_trainer_kernels.patching.bodies import body_capture
 from npu_trainer_kernels.patching.body import padding
 from npu_trainer_kernels.rollouts import completions, serve_rollouts
 from tests.models import HYBRIDS, SMALL
