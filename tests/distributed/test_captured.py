@@ -7,7 +7,7 @@ from tests.distributed.test_distributed import on_two_ranks
 
 @pytest.mark.parametrize(("wrapper", "cases"), [("ddp", 3), ("fsdp2", 2)])
 def test_captured_bodies_of_ranks(tmp_path, wrapper, cases):
-    """Four steps, with an evaluation after each: the first of both runs the body's code."""
+    """Four steps, the first of which runs the body's code, as do evaluations of full rows."""
     found = on_two_ranks("captured", tmp_path / "found.json", wrapper)
     assert len(found) == cases
     for name, case in found.items():
@@ -16,6 +16,6 @@ def test_captured_bodies_of_ranks(tmp_path, wrapper, cases):
                 assert (replays, reasons) == (0, ["its parameters move (FSDP2)"]), name
                 assert case["apart"] == 0, name
             else:
-                assert (replays, reasons) == (2 * 3, []), name
-                # A row that is filled up has other products than its own.
-                assert case["apart"] < 1e-5 * case["moved"], name
+                assert (replays, reasons) == (3, []), name
+                # A row that is filled up has other products: the last bit of a number below 1, at each replay.
+                assert case["apart"] <= 3 * 2.0**-24, name
