@@ -133,8 +133,7 @@ ASCEND_CHIPS: dict[str, DeviceSpec] = {
         ("Ascend950PR_950z", 8, 248),
     )
 }  # fmt: skip
-# 1 ms at 2 GHz. Python takes up to half of that for a backward on a slow host.
-_HEAD_START_CYCLES = 2_000_000
+_CYCLES_PER_SECOND = 2e9
 # The smallest chips of the family and of the generation with more memory: tiles that fit them fit the others.
 _UNKNOWN_ASCEND, _UNKNOWN_950 = ASCEND_CHIPS["Ascend910B4"], ASCEND_CHIPS["Ascend950PR_9579"]
 _CPU = DeviceSpec("cpu", "cpu", vector_cores=1, on_chip_bytes=0)
@@ -295,10 +294,16 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-def occupy(device: torch.device) -> None:
-    """Keeps the device busy for longer than Python needs for a call. Only CUDA supports this."""
+def occupy(device: torch.device, seconds: float = 1e-3) -> None:
+    """Keeps the device busy for about so long. Only CUDA supports this.
+
+    Args:
+        device: the device.
+        seconds: for how long; by default longer than Python needs for a call, up to half of it for a backward on a slow
+            host.
+    """
     if device.type == "cuda":
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
 
 
 _npu_products: dict[int | None, bool] = {}

@@ -115,6 +115,11 @@ class NpuKernels:
         served = [site.progress for site in self._report.sites if site.op == PaddingPatch.op]
         return sum(s.positions for s in served), sum(s.live for s in served), sum(s.computed for s in served)
 
+    @property
+    def rollouts(self) -> Any:
+        """What the report says of rollouts, without a look at the model; None: they are not served."""
+        return self._report.rollouts
+
     def report(self) -> Report:
         """Returns the report: which modules were replaced, how often each op has run, and which kernels have failed. It
         stays available after `restore`."""

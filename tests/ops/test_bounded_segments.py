@@ -18,6 +18,10 @@ varlen = import_module("npu_trainer_kernels.ops.attention.varlen_attention")
 Given = tuple[list[int], list[int], np.ndarray | None]
 
 
+def around(row: Room, *others: Room) -> Room:
+    return Room.around(row, Room.bucket(row.tokens), others)
+
+
 def given_of(layout: Layout) -> Given:
     lengths = list(layout.queries)
     if layout.keys is None:
@@ -53,7 +57,7 @@ def test_values_and_gradients_are_those_of_lengths(name: str, option: str) -> No
     row = Room.needed(*given_of(layout))
     expected = outcome(layout, options, None)
     tight = dataclasses.replace(row, segments=row.segments)
-    wide = Room.around(row)
+    wide = around(row)
     rooms = [tight, wide, dataclasses.replace(wide, longest=row.longest)]
     for room in rooms:
         assert room.for_row(row) is None
@@ -74,15 +78,15 @@ def test_a_bound_that_is_too_small_is_refused(bound: str) -> None:
 def test_rows_with_keys_of_their_own_and_shared_ones_have_other_tables() -> None:
     row, other = Room.needed([3, 4], [3, 4], None), Room.needed(*given_of(SHARED))
     for one, two in ((row, other), (other, row)):
-        assert Room.around(one).for_row(two) == "its segments share keys, or a row's do not"
-        assert not Room.around(one).covers(Room.around(two))
+        assert around(one).for_row(two) == "its segments share keys, or a row's do not"
+        assert not around(one).covers(around(two))
 
 
 def test_bounds_grow_and_cover_what_they_covered() -> None:
     few, many = Room.needed([20, 30], [20, 30], None), Room.needed([3] * 20, [3] * 20, None)
-    narrow = Room.around(few)
+    narrow = around(few)
     assert narrow.for_row(many) == "segments must be at most 16; the row needs 21"
-    wide = Room.around(many, [narrow])
+    wide = around(many, narrow)
     assert wide.for_row(few) is wide.for_row(many) is None
     assert wide.covers(narrow)
     assert not narrow.covers(wide)
@@ -91,7 +95,7 @@ def test_bounds_grow_and_cover_what_they_covered() -> None:
 def test_gradients_of_keys_in_no_segment_are_not_read() -> None:
     """An attention kernel leaves there what the memory had before."""
     given = given_of(SHARED)
-    room = dataclasses.replace(Room.around(Room.needed(*given)), keys=256)
+    room = dataclasses.replace(around(Room.needed(*given)), keys=256)
     segments = BoundedSegments(torch.from_numpy(table_of(room, *given)), room)
     x = torch.randn(room.tokens, 2, requires_grad=True)
     assert segments.keys is not None

@@ -17,6 +17,7 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import Refused
 from npu_trainer_kernels.ops.attention import Room, bounded_segments
 from npu_trainer_kernels.patching.bodies import body_capture, stand_ins
+from npu_trainer_kernels.patching.body import Batch as BodyBatch
 from npu_trainer_kernels.patching.body import BodyForward
 from tests.models import small_model
 from tests.patching.captured import assert_copies_count, assert_same, rows
@@ -187,7 +188,7 @@ def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.Monke
         handle.remove()
     body = twins.model.model
     forward = BodyForward(type(body), body, "", True, None, carries=False, mixes=True)
-    assert twins.bodies._why_not_now(forward) == (
+    assert twins.bodies._why_not_now(BodyBatch.full({**STEPS[0]}), forward) == (
         "modules that mix tokens get the padded batch, whose shape is another one at each step"
     )
     for model in twins.both:
@@ -273,7 +274,7 @@ def test_fault_a_stale_table_of_segments(twins: BodyTwins, monkeypatch: pytest.M
 
 def test_fault_a_bound_that_is_too_small(twins: BodyTwins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is cut off: the table of such a row cannot be made."""
-    monkeypatch.setattr(body_capture, "_has_room", lambda *_: True)
+    monkeypatch.setattr(body_capture._Way, "with_room", lambda way, _: way.captured)
     with pytest.raises(ValueError, match=r"segments must be at most 16; the row needs 21"):
         loss_of(twins.model, rows(*[3] * 20))
 

@@ -25,7 +25,8 @@ from .shared_rows import RowIndex, places_of_uses
 __all__ = ["BoundedRows", "BoundedSegments", "Room", "table_of"]
 
 _FEWEST = 64
-_FEWEST_SEGMENTS = 16
+_FEWEST_SEGMENTS, _FEWEST_USES, _FEWEST_REPEATED = 16, 8, 256
+"""Bounds that cost next to nothing, so that none of them is exceeded by the next row that is like this one."""
 
 
 def _power_of_two(number: int) -> int:
@@ -83,21 +84,29 @@ class Room:
         return None
 
     @classmethod
-    def tokens_for(cls, row: Room) -> int:
-        """Returns the number of tokens that a row is filled up to: a power of two."""
-        return max(_power_of_two(row.tokens), _FEWEST)
+    def bucket(cls, tokens: int) -> int:
+        """Returns the power of two that a row of so many tokens may be filled up to."""
+        return max(_power_of_two(tokens), _FEWEST)
 
     @classmethod
-    def around(cls, row: Room, others: Sequence[Room] = ()) -> Room:
-        """Returns bounds for a row and for rows that are like it: powers of two, none below those of other rooms."""
-        tokens, longest = cls.tokens_for(row), _power_of_two(row.longest)
+    def around(cls, row: Room, tokens: int, others: Sequence[Room] = ()) -> Room:
+        """Returns bounds for a row and for rows that are like it: powers of two, none below those of other rooms. The
+        longest segment may be twice as long.
+
+        Args:
+            row: the row.
+            tokens: the number of tokens that it is filled up to.
+            others: bounds; those with as many tokens count.
+        """
+        longest = _power_of_two(row.longest)
+        longest = max(longest, min(2 * longest, tokens))
         filling = tokens - row.tokens
-        # Other rows of as many segments may have fewer tokens, but more than half as many.
-        pieces = -(-max(filling, tokens // 2) // longest)
+        pieces = -(-tokens // longest)  # of a row that has hardly any tokens
         segments = max(_power_of_two(row.segments + pieces), _FEWEST_SEGMENTS)
         bounds = cls(
             tokens, segments, longest, _power_of_two(row.keys + filling) if row.keys else 0,
-            _power_of_two(row.repeated) if row.keys else 0, _power_of_two(row.uses) if row.keys else 0,
+            max(_power_of_two(row.repeated), _FEWEST_REPEATED) if row.keys else 0,
+            max(_power_of_two(row.uses), _FEWEST_USES) if row.keys else 0,
         )  # fmt: skip
         alike = [other for other in others if other.tokens == tokens and (other.keys > 0) == (row.keys > 0)]
         names = [each.name for each in dataclasses.fields(cls)]

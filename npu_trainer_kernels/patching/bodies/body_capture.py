@@ -46,6 +46,7 @@ from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS
 from ..patch import PLAIN, PROBE_ERRORS, Site, is_transformed
 from ..undo import Undo
+from .body_costs import ByCosts, Costs, timed
 from .body_state import (
     CHECKPOINT,
     ON_ANOTHER_THREAD,
@@ -58,7 +59,7 @@ from .body_state import (
 from .call_arguments import CallArguments, outputs_of
 from .counts import Counts, calls_apart
 from .modes import MOST_VARIANTS, NUMBERS, Mode, Turn
-from .stand_ins import exchanged, without_part
+from .stand_ins import Exchanged, without_part
 
 __all__ = ["BodyCapture"]
 
@@ -71,8 +72,8 @@ class _Captured:
     state: BodyState
     number: int
     """The number of the state: the graphs of one state with several bounds have the same."""
-    embeds: Any
-    """Whether tokens are embedded before, and with a gradient."""
+    kinds: Any
+    """The kinds of its arguments."""
     function: CapturedFunction | None = None
     output: Any = None
     reason: str = ""
@@ -96,9 +97,10 @@ class _Inputs:
     embedded: torch.Tensor | None
 
     @property
-    def embeds(self) -> Any:
-        """Whether tokens are embedded before, and with a gradient."""
-        return None if self.embedded is None else (self.embedded.requires_grad, self.embedded.dtype)
+    def kinds(self) -> Any:
+        """The kinds of the arguments, and whether tokens are embedded before, and with a gradient."""
+        embedded = None if self.embedded is None else (self.embedded.requires_grad, self.embedded.dtype)
+        return self.flat.kinds(), embedded
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -115,21 +117,44 @@ class _Inputs:
             return self.flat.call(function, tensors[:-1])
 
 
+class _PowersOfTwo:
+    """Every row runs in graphs."""
+
+    def bucket(self, row: Room, _: Sequence[Room]) -> int:
+        """Returns the number of tokens that a row is filled up to."""
+        return Room.bucket(row.tokens)
+
+    def captured(self, tokens: int, shares: bool, seconds: float) -> None:
+        """Notes nothing."""
+
+
 @dataclass
 class _Way:
-    """The graphs of one way to call a body. `moves`: its parameters are somewhere else at each call: there are none."""
+    """The graphs of one way to call a body.
 
+    Attributes:
+        moves: whether its parameters are somewhere else at each call: then there are no graphs.
+        choice: chooses the buckets.
+    """
+
+    moves: bool
+    choice: ByCosts | _PowersOfTwo
     captured: list[_Captured] = field(default_factory=list)
-    moves: bool = False
 
-    def with_room(self, row: Room, inputs: _Inputs) -> list[_Captured]:
-        """Returns the graphs that a row has room in, those with the fewest segments first."""
-        fits = [one for one in self.captured if one.embeds == inputs.embeds and _has_room(one.room, row)]
-        return sorted((one for one in fits if one.function is not None), key=lambda one: one.room.segments)
+    def with_room(self, row: Room) -> list[_Captured]:
+        """Returns the graphs that a row has room in, those with the fewest tokens and segments first."""
+        fits = [one for one in self.captured if one.function is not None and one.room.for_row(row) is None]
+        return sorted(fits, key=lambda one: (one.room.tokens, one.room.segments))
 
 
 class BodyCapture(Counts):
     """Captures the bodies of a model and replays them.
+
+    Args:
+        undo: takes back what is done to the model.
+        sites: where ops serve modules.
+        busy: whether the model is being compared with its own code.
+        auto: whether a body runs in graphs only where its costs say that this is faster (`ByCosts`).
 
     Attributes:
         without_memory: whether bodies are also captured with tensors that have no memory, for `npu-kernels fit`.
@@ -139,7 +164,7 @@ class BodyCapture(Counts):
 
     def __init__(
         self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool], *, auto: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.on, self.auto = True, auto
         self._undo, self._sites, self._busy = undo, sites, busy
@@ -147,7 +172,9 @@ class BodyCapture(Counts):
         self._modes: dict[Any, Mode] = {}
         self._ways: dict[Any, _Way] = {}
         self._owner = Owner()
-        self._last = 0, 0  # what there was until the model was restored
+        self._costs: list[ByCosts] = []  # of all ways, also after the model was restored
+        self._last = 0, 0  # what there was until then
+        self._saved_before = 0.0
 
     def __deepcopy__(self, memo: object) -> BodyCapture:
         """A copy of a model is not captured."""
@@ -158,8 +185,8 @@ class BodyCapture(Counts):
         graphs, buckets = self._there() or self._last
         return {
             "on": True, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": buckets,
-            "captured": self.captured,
-            "seconds": round(self.seconds, 3), "reasons": dict(self.reasons),
+            "captured": self.captured, "seconds": round(self.seconds, 3), "saved_seconds": round(self.saved, 3),
+            "reasons": dict(self.reasons),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -170,7 +197,18 @@ class BodyCapture(Counts):
             f"{self.replayed_line('body graphs')}; {seen['graphs']} graphs for {seen['buckets']} buckets; "
             f"{self.seconds:.1f} s spent on capturing"
         )
-        return "\n".join([line, *self.reason_lines()])
+        costs = [f"  {each}" for each in self._costs if each.costs is not None]
+        return "\n".join([line, *costs, *self.reason_lines()])
+
+    @property
+    def saved(self) -> float:
+        """The seconds that replays have saved, by what was measured of own code, less those spent on capturing."""
+        return sum(each.saved for each in self._costs) - self.seconds
+
+    def saved_since(self) -> float:
+        """Returns the seconds that were saved since the last question."""
+        before, self._saved_before = self._saved_before, self.saved
+        return self._saved_before - before
 
     def _there(self) -> tuple[int, int] | None:
         """Returns the number of graphs, and of their bounds; None: there are none."""
@@ -196,7 +234,7 @@ class BodyCapture(Counts):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def call(self, batch: Batch, forward: BodyForward) -> Any:
-        """Returns a body's output for a batch, in the batch's shape, by a replay; None: its own code has to run.
+        """Returns a body's output for a batch, in the batch's shape; None: its own code has to run.
 
         Raises:
             Unserved: the output cannot be given this shape.
@@ -205,63 +243,84 @@ class BodyCapture(Counts):
             found = self._output(batch, forward)
         except Refused as error:
             found = str(error)
-        if isinstance(found, str):
-            self.eager += 1
-            if found:
-                self.reasons[found] += 1
-            return None
-        self.replayed += 1
-        return found
+        if not isinstance(found, str):
+            return found
+        self.eager += 1
+        if found:
+            self.reasons[found] += 1
+        return None
 
     def _output(self, batch: Batch, forward: BodyForward) -> Any:
         """Returns the same as `call`, or why the body's own code runs; no report has an empty reason."""
-        if (reason := self._why_not_now(forward)) is not None:
+        if (reason := self._why_not_now(batch, forward)) is not None:
             return reason
-        where = batch.layout
-        row = Room.needed(where.lengths, where.key_lengths, where.keys)
-        tokens = Room.tokens_for(row)
-        new = batch.arguments(tokens, forward.by_columns)
-        if any(self._is_unreal(each) for each in new.values()):
-            return ""  # a rehearsal
-        flat = CallArguments(new)
-        device = flat.tensors[0][1].device
-        if torch.is_inference_mode_enabled() or any(t.is_inference() for _, t in flat.tensors):
-            return "inference mode is on"
+        where, device = batch.layout, batch.device
         mode = self._mode(device, torch.is_grad_enabled())
         if mode.keeps and is_saved_elsewhere():
             return SAVED_ELSEWHERE
         if mode.awaits() is not None:
             return "another forward awaits its backward"
-        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        kind = flat.kinds()
-        key = id(forward.body), forward.inner, forward.backend, device, mode.keeps, cast, forward.body.training, kind
-        if key not in self._ways:
-            moves = any(isinstance(module, FSDPModule) for module in forward.body.modules())
-            self._ways[key] = _Way(moves=moves)  # what this call needs of libraries and memory is known the next time
-            return ""
-        way = self._ways[key]
+        way = self._way(forward, device, mode)
+        if way is None:
+            return ""  # what this call needs of libraries and memory is known the next time
         if way.moves:
             return "its parameters move (FSDP2)"
         refused = next((one.reason for one in way.captured if one.reason and one.state.holds()), None)
         if refused is not None:
             return refused
+        if isinstance(way.choice, ByCosts) and way.choice.costs is None:
+            return self._timed(way.choice, batch, forward)
+        row = Room.needed(where.lengths, where.key_lengths, where.keys)
+        fits = way.with_room(row)
+        tokens = way.choice.bucket(row, [one.room for one in fits])
+        if tokens is None:
+            return OWN_CODE_IS_FASTER
+        new = batch.arguments(tokens, forward.by_columns)
+        flat = CallArguments(new)
         # Tables of embeddings are large, and so are their gradients; and other code sets hooks on them.
         ids = new["input_ids"] if new.get("inputs_embeds") is None else None
         table = None if ids is None else _embeddings(forward)
         inputs = _Inputs(flat, ids, table, None if table is None else table(ids))
-        found = next((one for one in way.with_room(row, inputs) if one.state.holds()), None)
-        found = found or self._another(way, row, forward, inputs, mode)
+        alike = (one for one in fits if one.room.tokens == tokens and one.kinds == inputs.kinds)
+        found = next((one for one in alike if one.state.holds()), None)
+        found = found or self._another(way, row, tokens, forward, inputs, mode)
         if found.function is None:
             return found.reason
         segments = uploaded(table_of(found.room, where.lengths, where.key_lengths, where.keys), device)
+        self.replayed += 1
         return batch.restored(self._replayed(found, forward.body, inputs, segments, mode), tokens)
 
-    def _is_unreal(self, given: Any) -> bool:
-        """Whether this is a tensor of a rehearsal, which has no values."""
-        return (isinstance(given, FakeTensor) and not self.without_memory) or (torch.is_tensor(given) and given.is_meta)
+    def _way(self, forward: BodyForward, device: torch.device, mode: Mode) -> _Way | None:
+        """Returns what is known of the way in which a body is called; None: it is called so for the first time."""
+        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        body = forward.body
+        key = id(body), forward.inner, forward.backend, device, mode.keeps, cast, body.training
+        if key not in self._ways:
+            moves = any(isinstance(module, FSDPModule) for module in body.modules())
+            if self.auto:
+                self._costs.append(ByCosts())
+            self._ways[key] = _Way(moves, self._costs[-1] if self.auto else _PowersOfTwo())
+            return None
+        return self._ways[key]
 
-    def _why_not_now(self, forward: BodyForward) -> str | None:
-        """Returns why a body is not replayed in this call, whatever the batch, or None."""
+    def _timed(self, choice: ByCosts, batch: Batch, forward: BodyForward) -> Any:
+        """Runs a body's own code and measures what it costs."""
+
+        def run() -> Any:
+            return batch.through(forward.kind, forward.body, forward.inner, forward.by_columns, forward.backend)[0]
+
+        out, host, device = timed(batch.device, run, choice.fills_queue)
+        choice.measured(Costs.of(forward.body, batch.computed, host, device))
+        self.eager += 1
+        return out
+
+    def _why_not_now(self, batch: Batch, forward: BodyForward) -> str | None:
+        """Returns why a body is not replayed in this call, whatever the lengths, or None."""
+        given = [each for each in batch.given.values() if torch.is_tensor(each)]
+        if any((isinstance(each, FakeTensor) and not self.without_memory) or each.is_meta for each in given):
+            return ""  # a rehearsal
+        if torch.is_inference_mode_enabled() or any(each.is_inference() for each in given):
+            return "inference mode is on"
         if generates() or is_transformed() or recording_now() or self._busy():
             return ""
         if not self._owner.is_here():
@@ -283,7 +342,9 @@ class BodyCapture(Counts):
             self._modes[where, keeps] = Mode(recorder_for(where), keeps, ReplayedMemory())
         return self._modes[where, keeps]
 
-    def _another(self, way: _Way, row: Room, forward: BodyForward, inputs: _Inputs, mode: Mode) -> _Captured:
+    def _another(
+        self, way: _Way, row: Room, tokens: int, forward: BodyForward, inputs: _Inputs, mode: Mode
+    ) -> _Captured:  # fmt: skip
         """Captures a body for a row that has no room in the graphs that the body has in its present state.
 
         Raises:
@@ -291,11 +352,11 @@ class BodyCapture(Counts):
         """
         if (unseen := why_unseen()) is not None:
             raise Refused(unseen)
-        alike = [one for one in way.captured if one.state.holds() and one.embeds == inputs.embeds]
+        alike = [one for one in way.captured if one.state.holds() and one.kinds == inputs.kinds]
         states = {one.number for one in way.captured}
         number = alike[0].number if alike else next(NUMBERS)
-        room = Room.around(row, [one.room for one in alike])
-        made = _Captured(room, BodyState(forward.body), number, inputs.embeds)
+        room = Room.around(row, tokens, [one.room for one in alike])
+        made = _Captured(room, BodyState(forward.body), number, inputs.kinds)
         if len(states - {number}) >= MOST_VARIANTS:
             made.reason = f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
             return made
@@ -345,6 +406,7 @@ class BodyCapture(Counts):
         buffers.append(uploaded(table_of(room, lengths, lengths, index), buffers[0].device).clone())
         stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in body.parameters()}
         originals: dict[torch.Tensor, torch.Tensor] = {stand_ins[id(p)]: p for p in body.parameters()}
+        exchanged = Exchanged(body, stand_ins)
         puts: list[Any] = []
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -353,7 +415,7 @@ class BodyCapture(Counts):
 
             @contextlib.contextmanager
             def inside() -> Iterator[None]:
-                with packed_row(packing), exchanged(body, stand_ins):
+                with packed_row(packing), exchanged():
                     yield
 
             with inside(), _repeated_inside(body, inside):
@@ -381,11 +443,12 @@ class BodyCapture(Counts):
             return
         made.function, made.output = captured, puts[-1]
         self.captured += captured.graphs
-        self.seconds += time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self.seconds += seconds
+        way.choice.captured(room.tokens, room.keys > 0, seconds)
 
 
-def _has_room(room: Room, row: Room) -> bool:
-    return room.tokens == Room.tokens_for(row) and room.for_row(row) is None
+OWN_CODE_IS_FASTER = "its own code is expected to be faster, or graphs are not expected to be worth their capture yet"
 
 
 def _embeddings(forward: BodyForward) -> Any:

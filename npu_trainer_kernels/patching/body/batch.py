@@ -161,6 +161,13 @@ class Batch:
         return cls(given, Layout(tokens, lengths, lengths, None, tokens, len(tokens)), (rows, width))
 
     @property
+    def device(self) -> torch.device:
+        """The device of its tokens."""
+        embedded = self.given.get("inputs_embeds")
+        where: torch.device = (self.given["input_ids"] if embedded is None else embedded).device
+        return where
+
+    @property
     def computed(self) -> int:
         """The number of tokens that go through the body."""
         return len(self.layout.places)
@@ -199,7 +206,7 @@ class Batch:
         """
         given, where, (rows, width) = self.given, self.layout, self.shape
         embedded = given.get("inputs_embeds")
-        device = (given["input_ids"] if embedded is None else embedded).device
+        device = self.device
         # Labels are for the head; the proof would have shown a body that uses them.
         new = {name: v for name, v in given.items() if name != "labels" and name not in ARGUMENTS}
         ones = torch.ones(1, n, dtype=torch.long, device=device)

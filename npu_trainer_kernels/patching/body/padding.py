@@ -305,15 +305,15 @@ class PaddingPatch(Patch):
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
-        bodies = None if call is None else call.settings.bodies
-        worth = worth or full or _is_slow(form, _rows_of(given)) or (bodies is not None and not form.proof.mixes)
         # The model's own code may not keep apart rows that a collator has packed.
-        if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
-            return LateRefusal(UNREPORTED)
+        worth = worth or _is_slow(form, _rows_of(given)) or (packed and len(batch.layout.lengths) > batch.shape[0])
+        bodies = None if call is None else call.settings.bodies
         try:
             out = None if bodies is None else bodies.call(batch, BodyForward.of(site, module))
             if out is not None:
                 pass
+            elif not worth:
+                return LateRefusal(UNREPORTED)
             elif form.proof.mixes and packed:
                 _, apart = rows_apart(given, batch.layout.lengths)
                 if "position_ids" not in {*form.names, *kwargs}:
