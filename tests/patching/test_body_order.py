@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from npu_trainer_kernels.capture import recording_now
+from npu_trainer_kernels.capture import Refused, recording_now
 from npu_trainer_kernels.patching.bodies import body_capture
 from npu_trainer_kernels.patching.bodies.stand_ins import OnThisThread
 from npu_trainer_kernels.patching.body import batch as batch_module
@@ -298,7 +298,8 @@ def test_two_threads_with_a_body_each() -> None:
 
 def test_fault_every_thread_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_capture.Owner, "is_here", lambda _: True)
-    with pytest.raises((AssertionError, RuntimeError, AttributeError)):
+    # Either thread may meet what the other one is about to do; if none does, the report lacks the reason.
+    with pytest.raises((AssertionError, RuntimeError, AttributeError, LookupError, TypeError, Refused)):
         test_a_thread_that_evaluates_beside_captured_training(True)
 
 
