@@ -69,7 +69,7 @@ test-oldest: $(STAMP) npu-contract-tools  ## with the oldest torch, transformers
 # Who installs today gets what the index has today. A family that gets less there than `evidence/families.json` promises is
 # a failure; the tests of `LATEST`, of what depends on other packages most, are news, for so many seconds.
 LATEST ?= tests/patching/test_apply.py tests/patching/test_rotations.py tests/patching/test_padding_models.py \
-	tests/patching/test_states.py tests/patching/test_layers.py tests/rollouts/test_rollouts.py \
+	tests/patching/test_states.py tests/patching/test_body_graphs.py tests/rollouts/test_rollouts.py \
 	tests/training/test_grpo_runs.py
 LATEST_SECONDS ?= 150
 

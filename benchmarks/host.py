@@ -8,8 +8,9 @@ A small model's step waits for Python. Its times differ by a factor of two betwe
 counts are reproducible within a hundredth. Triton compiles for a GPU with a driver that launches nothing, so the count
 has all work before a launch; the grouped matrix product of experts and the replay of a graph compute nothing either.
 Tensors are on the CPU and tiny: the computations of PyTorch's other operators are included, and small, but for those of
-attention, which are counted alone as well. The other cases are a transformers decoder layer, plain, with the kernels,
-and captured, and a model of two layers that gets one token of each row, as in generation, plain and with the kernels.
+attention, which are counted alone as well. The other cases are a transformers decoder layer, plain and with the
+kernels, a model of two layers with the kernels, its body captured or not, and the same model that gets one token of
+each row, as in generation, plain and with the kernels.
 The benchmark needs Linux. It counts by hardware counters (`perf_event_open`), over 200 calls; where there are none, as
 in most virtual machines and containers, by single steps (`ptrace`), of one call. A step takes 20 microseconds, all
 cases a quarter of an hour. No garbage is collected while steps are counted; the mean by hardware has its share of that.
@@ -166,8 +167,8 @@ def _model(patched: bool, capture: str = "off") -> Any:
     return model
 
 
-def _layer(patched: bool, capture: str = "off") -> Callable[[], Any]:
-    model = _model(patched, capture)
+def _layer(patched: bool) -> Callable[[], Any]:
+    model = _model(patched)
     layers, x = model.model.layers, _tensor(*_TOKENS, _HIDDEN)
     tables = _tensor(2, 16, _SIZE, grad=False), _tensor(2, 16, _SIZE, grad=False)
 
@@ -175,6 +176,11 @@ def _layer(patched: bool, capture: str = "off") -> Callable[[], Any]:
         return layers[0](x, position_embeddings=tables, attention_mask=None)
 
     return call
+
+
+def _logits(capture: str) -> Callable[[], Any]:
+    model, ids = _model(True, capture), torch.zeros(*_TOKENS, dtype=torch.long)
+    return lambda: (model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits,)
 
 
 def _attention() -> Callable[[], Any]:
@@ -206,7 +212,8 @@ CASES: dict[str, Case] = {
     "moe_experts": _moe_experts,
     "decoder layer, plain": lambda: _layer(False),
     "decoder layer, patched": lambda: _layer(True),
-    "decoder layer, captured": lambda: _layer(True, "on"),
+    "two layers, patched": lambda: _logits("off"),
+    "two layers, captured": lambda: _logits("on"),
     "attention of the layer, alone": _attention,
     "a token through two layers, plain": lambda: _token(False),
     "a token through two layers, patched": lambda: _token(True),
@@ -223,7 +230,7 @@ def measure(case: Case, counter: Counter, calls: int) -> dict[str, float]:
         return [t for t in found if isinstance(t, torch.Tensor) and t.requires_grad]
 
     def step(count: Callable[[Callable[[], Any]], tuple[Any, int]]) -> tuple[int, int]:
-        # A captured layer waits for its backward before its next forward, so they take turns.
+        # A captured body waits for its backward before its next forward, so they take turns.
         found, forward = count(outputs)
         upstream = [torch.zeros_like(t) for t in found]
         _, backward = count(lambda: torch.autograd.backward(found, upstream))

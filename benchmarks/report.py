@@ -326,7 +326,7 @@ _COLOURS = {
     "cut-cross-entropy": "#8c564b", "cut-cross-entropy-unfiltered": "#c49c94", FLOOR: "black",
     "cut-cross-entropy-tuned": "#8c564b", "torch.compile-max-autotune-no-cudagraphs": "#aec7e8",
     "liger-chunked-eager": "#98df8a", "plain": "#7f7f7f", "flag": "#d62728", "flag-padded": "#ff9896",
-    "flag-captured": "#9467bd", "flag-eager": "#c5b0d5", "flag-body": "#393b79",
+    "flag-captured": "#9467bd", "flag-eager": "#c5b0d5",
     "flag-unshared": "#e377c2", "flag-tiled": "#ff7f0e", "flag-unbalanced": "#8c564b", "plain-flash": "#c7c7c7",
     "liger-flash": "#98df8a", "unsloth": "#bcbd22", "liger-wide": "#bcbd22", "plain-compiled": "#1f77b4",
     "flag-compiled": "#17becf",

@@ -299,11 +299,11 @@ def test_the_memory_picture_is_what_was_measured():
 
 
 def test_the_picture_of_the_logs_has_the_columns_of_the_page():
-    """All but those of several ranks and of captured layers, which its runs have not."""
+    """All but those of several ranks and of captured bodies, which its runs have not."""
     named = set(re.findall(r"^\| `(\w+)` \|", text(ROOT / "docs" / "ways-in" / "logging.md"), flags=re.MULTILINE))
     runs = json.loads((ROOT / "docs" / "figures" / "logged.json").read_text())
     assert {name for entries in runs.values() for entry in entries for name in entry} == (
-        named - {"layers_replayed", "bodies_replayed"} | {"step", "loss"}
+        named - {"bodies_replayed"} | {"step", "loss"}
     )
     plain, ours = ([entry["loss"] for entry in runs[name]] for name in ("sft_plain", "sft"))
     apart = max(abs(new / old - 1) for new, old in zip(ours, plain, strict=True))

@@ -39,7 +39,7 @@ LAYERS = (
 # Folders of which other folders import what the folder's own `__init__` hands out, and nothing else.
 FACES = (
     "ascend", "capture", "cli", "descriptions", "fit", "gains", "ops.attention", "ops.convolution", "ops.experts",
-    "ops.head", "ops.linear_attention", "ops.norms", "patching.body", "patching.head", "patching.layers",
+    "ops.head", "ops.linear_attention", "ops.norms", "patching.bodies", "patching.body", "patching.head",
     "patching.modules", "patching.probe", "rollouts", "tiling", "training",
 )  # fmt: skip
 # Folders without a face, and why. Others import their files one by one, so each has at most `FILES` of them.

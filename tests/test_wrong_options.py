@@ -16,7 +16,7 @@ SHARED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"strict": "no"}, ValueError, "strict must be true or false; got 'no'"),
     ({"tiled_mlp": -1}, ValueError, "tiled_mlp must be a number of tokens, or 0 for all at once; got -1"),
     ({"tiled_mlp": 8, "ops": ["rope"]}, ValueError, "tiled_mlp=8 needs swiglu among ops; got ['rope']"),
-    ({"capture": "maybe"}, ValueError, "capture must be one of auto, on, off, body; got 'maybe'"),
+    ({"capture": "maybe"}, ValueError, "capture must be one of auto, on, off; got 'maybe'"),
 ]
 OF_CALLBACK: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rollouts": "no"}, ValueError, "rollouts must be one of auto, on, off; got 'no'"),

@@ -47,6 +47,8 @@ class _Replay(torch.autograd.Function):
         saved = ctx.saved_tensors
         with torch.no_grad():
             outputs = (None, None, None, *_Replay._back(ctx, *grads))
+        if not torch.is_grad_enabled():  # no `create_graph`
+            return outputs
         return refused(outputs, (*grads, *saved, *ctx.function.parameters()))
 
     @staticmethod

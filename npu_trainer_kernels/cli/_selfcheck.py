@@ -113,7 +113,7 @@ def facts(where: torch.device) -> dict[str, Any]:
 
 
 def _graphs(where: torch.device) -> dict[str, Any] | None:
-    """Returns the class of the device's graphs, by which layers are captured, and how many it can have (None: memory is
+    """Returns the class of the device's graphs, by which bodies are captured, and how many it can have (None: memory is
     the limit); None if it has none."""
     if where.type == "cpu":
         return None

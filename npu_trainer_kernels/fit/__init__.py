@@ -3,7 +3,7 @@
 1. `_setup`: the description of a step (`Setup`) and of a prediction (`Prediction`).
 2. `_step`: runs the step as a trainer would; `_rollouts`: what the completions before it allocate.
 3. `_ledger`: tracks every storage from its allocation until it is freed.
-4. `_card` makes operators on the host allocate as on a card, `_graphs` captures layers with a recorder that only
+4. `_card` makes operators on the host allocate as on a card, `_graphs` captures bodies with a recorder that only
    counts, and `_sharding` adds the difference that several devices make.
 5. `_search`: the largest micro-batch whose prediction fits.
 """

@@ -145,13 +145,17 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
             stack.enter_context(mock.patch.object(head, "valid_rows", return_value=rows))
         # Packed sequences are detected by values; here each row is one sequence.
         masking = importlib.import_module("transformers.masking_utils")
-        stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
+        stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", _none))
         if _trl_has_a_head():
             for module, names in _of_trl():
                 for name, value in names.items():
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def _none(*_: object) -> None:
+    """No row is a packed one."""
 
 
 def fused_heads() -> list[type[torch.autograd.Function]]:

@@ -1,4 +1,4 @@
-"""Captures layers on tensors without memory: the package's own code captures and replays, and its recorder only counts.
+"""Captures bodies on tensors without memory: the package's own code captures and replays, and its recorder only counts.
 
 On a device everything that a graph allocates is in the pool of its recorder. A graph may use the blocks that are free
 while it is captured, and the pool returns no memory to the device. So the pool is as large as the most bytes that were
@@ -51,7 +51,7 @@ class PoolRecorder:
     def no_room(self) -> str | None:
         return None
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
+    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
         assert self._watch is not None
         self._ledger.enter("graphs")
         self._open = True
@@ -86,12 +86,12 @@ def _address(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def capturing(ledger: Ledger) -> Iterator[None]:
-    """Inside the `with` block layers are captured in a pool that the ledger counts. A tensor without memory has no
+    """Inside the `with` block bodies are captured in a pool that the ledger counts. A tensor without memory has no
     address; that of its storage object stands for it."""
-    layers = importlib.import_module("npu_trainer_kernels.patching.bodies.body_capture")
+    bodies = importlib.import_module("npu_trainer_kernels.patching.bodies.body_capture")
     with (
-        mock.patch.object(layers, "recorder_for", functools.partial(_recorder, ledger)),
-        mock.patch.object(layers.LayerCapture, "without_memory", True),
+        mock.patch.object(bodies, "recorder_for", functools.partial(_recorder, ledger)),
+        mock.patch.object(bodies.BodyCapture, "without_memory", True),
         mock.patch.object(torch.Tensor, "data_ptr", _address),
         mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
     ):

@@ -19,7 +19,7 @@ __all__ = ["PARTS", "Ledger"]
 
 PARTS = ("weights", "gradients", "optimiser", "activations", "head", "attention", "rollouts", "graphs", "other")
 """The purposes of memory. `rollouts`: caches, the state of rows and copies of weights while completions are generated;
-`graphs`: the pool of captured layers; `other`: memory of libraries, and the additional memory of several devices."""
+`graphs`: the pool of captured bodies; `other`: memory of libraries, and the additional memory of several devices."""
 
 # The CUDA allocator allocates multiples of this; so does torch_npu's, which derives from it.
 _ROUNDED_TO = 512

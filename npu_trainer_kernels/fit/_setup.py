@@ -42,7 +42,7 @@ class Setup:
         devices: the number of devices over which the weights, or only the batch, are distributed.
         memory: the bytes of a device, by which the kernels choose the sizes of their chunks.
         find_unused: DDP's `find_unused_parameters`; None: as transformers' Trainer sets it.
-        capture: whether layers are captured (`capture="on"`), where the variant has kernels.
+        capture: whether bodies are captured (`capture="on"`), where the variant has kernels.
         rollouts: GRPO generates by captured steps, for so many micro-batches at a time (TRL's `steps_per_generation`);
             0: the memory of generation is not counted.
         teacher: the config of the teacher of `"distil"`.

@@ -34,7 +34,7 @@ from ._sharding import FIRST_BUCKET, beside, shares_of, units_of
 
 __all__ = ["predict"]
 
-# A number of tokens is captured when it occurs for the second time.
+# A body is captured when it is called for the second time.
 _STEPS_TO_REPLAY = 3
 
 # Exceptions of models whose config has inconsistent sizes, or that need a package which is missing.
@@ -284,7 +284,7 @@ def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> dict[str,
     come, until_sent = 0, contextlib.ExitStack()
     for each in filter(None, (model, reference)):
         _materialise(each, ledger, shares.frozen, shares.trained)
-        if not setup.capture:  # a layer with such hooks is not captured
+        if not setup.capture:  # a body with such hooks is not captured
             _mark_attention(each, ledger)
     trained, units = [p for p in model.parameters() if p.requires_grad], units_of(model)
     in_root = units.in_root  # a parameter's hook that referred to a module, as `units` does, would never be freed

@@ -1,5 +1,6 @@
 """Instructions per call: what is counted is the way to a GPU's kernel, and a machine that cannot count says so."""
 
+import inspect
 import json
 from collections import Counter
 
@@ -31,11 +32,11 @@ def test_every_call_launches_what_a_gpu_would_be_given():
     assert launched == dict.fromkeys(("_forward_kernel", "_backward_kernel", "_sum_kernel"), 3 + host.WARM_UP)
 
 
-def test_a_captured_layer_is_replayed():
+def test_a_captured_body_is_replayed():
     with host.gpu_that_does_nothing(), use_launcher(lambda *_: None):
-        call = host.CASES["decoder layer, captured"]()
+        call = host.CASES["two layers, captured"]()
         host.measure(lambda: call, Calls(), calls=3)
-        (model,) = call.__defaults__
+        model = inspect.getclosurevars(call).nonlocals["model"]
         assert handle_of(model).report().capture.as_dict()["replayed"] == 2 + host.WARM_UP
     assert handle_of(host._model(True)).report().capture is None
 

@@ -5,6 +5,7 @@ the real Trainer trains a real model.
 """
 
 import gc
+import importlib
 import inspect
 import json
 import types
@@ -42,8 +43,8 @@ from npu_trainer_kernels.fit import (
 from npu_trainer_kernels.fit._ledger import Ledger
 from npu_trainer_kernels.ops import gated_delta_rule, linear_divergence
 from npu_trainer_kernels.patching import PATCHES, apply_npu_kernels
+from npu_trainer_kernels.patching.bodies import body_capture
 from npu_trainer_kernels.patching.body import padding
-from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.rollouts import completions, serve_rollouts
 from tests.models import HYBRIDS, SMALL
 
@@ -661,13 +662,13 @@ def test_a_refusal_is_one_line_whatever_it_says(model, capsys, monkeypatch, said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Captured layers, rollouts, a teacher: held to the tensors that the code makes
+# Captured bodies, rollouts, a teacher: held to the tensors that the code makes
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def kept_in_a_pool(monkeypatch, checkpointing: bool) -> int:
-    """Trains a real model with captured layers on the CPU; returns the bytes of what was made while they were captured
-    and is still there."""
+    """Trains a real model with a captured body on the CPU; returns the bytes of what was made while it was captured and
+    is still there."""
     made, given = {}, []
     knows, watch = Watch.knows, Watch.__init__
 
@@ -689,42 +690,48 @@ def kept_in_a_pool(monkeypatch, checkpointing: bool) -> int:
             self._watch.target = None
             return Tape()
 
-        def begin(self, likes=(), *, apart=False):
-            buffers = super().begin(likes, apart=apart)
+        def begin(self, likes=()):
+            buffers = super().begin(likes)
             self._watch.target = Nothing()
             return buffers
 
         def alias(self, tensor):
             return torch.zeros_like(tensor)
 
-    # As a function of a package whose code does not change: what it notes is nothing that a layer has read.
+    # As a function of a package whose code does not change: what it notes is nothing that a body has read.
     unseen = types.FunctionType(noted.__code__, {**globals(), "__name__": "torch"}, closure=noted.__closure__)
     monkeypatch.setattr(Watch, "__init__", watching)
     monkeypatch.setattr(Watch, "knows", unseen)
-    monkeypatch.setattr(layer_capture, "recorder_for", lambda device: Passing())
+    monkeypatch.setattr(body_capture, "recorder_for", lambda device: Passing())
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).train()
     model.config.use_cache = False
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(4096, (4, 256))
-    with apply_npu_kernels(model, ops=["linear_cross_entropy"], capture="on") as handle:
+    with apply_npu_kernels(model, ops=["varlen_attention", "linear_cross_entropy"], capture="on") as handle:
         for _ in range(3):
             model(input_ids=ids, labels=ids).loss.backward()
             model.zero_grad()
         gc.collect()
         assert handle.report().capture.replayed > 0
-        # Views of parameters and inputs are no memory of the pool.
+        # Views of parameters and inputs are no memory of the pool, whose blocks are multiples of 512 bytes.
         others = {storage._cdata for storage in given}
-        return sum(size for at, (reference, size) in made.items() if at not in others and not reference.expired())
+        kept = [size for at, (reference, size) in made.items() if at not in others and not reference.expired()]
+        return sum(-(-size // 512) * 512 for size in kept)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_pool_keeps_what_captured_layers_keep(monkeypatch, checkpointing):
+def test_the_pool_keeps_what_a_captured_body_keeps(monkeypatch, checkpointing):
     ledgers = []
     original = Ledger.__init__
     monkeypatch.setattr(Ledger, "__init__", lambda self, *args: (original(self, *args), ledgers.append(self))[0])
-    monkeypatch.setitem(VARIANTS, "kernels", {"ops": ["linear_cross_entropy"]})
+    monkeypatch.setitem(VARIANTS, "kernels", {"ops": ["varlen_attention", "linear_cross_entropy"]})
+    attention = importlib.import_module("npu_trainer_kernels.ops.attention.varlen_attention")
+    # Cards attend by other operators than a CPU, which keep other tensors.
+    by_mask = attention._by_mask
+    monkeypatch.setattr(attention, "by_flash", lambda *_: None)
+    monkeypatch.setattr(attention, "_by_mask", lambda *given: by_mask(*given[:-1], True))
     left = []
     with monkeypatch.context() as patch:
         step = _step._step

@@ -32,7 +32,7 @@ def test_the_same_training(model, tmp_path, capsys):
     assert found["report"]["replaced"]
 
 
-def test_captured_layers_are_verified(model, tmp_path, capsys):
+def test_a_captured_body_is_verified(model, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("What is 17 + 25? It is 42. " * 40)
     assert main(["verify", "--model", model, "--dataset", str(text), *FEW, "--capture", "on", "--json"]) == 0

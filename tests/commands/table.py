@@ -154,7 +154,6 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("a script or a file of the user's; each runs with one", "tests/cli/test_run_commands.py"): (
         "npu-kernels run trl sft --config sft.yaml", "npu-kernels run trl grpo --config grpo.yaml",
         "npu-kernels run trl dpo --config dpo.yaml", "npu-kernels run --capture off trl sft --config sft.yaml",
-        "npu-kernels run --capture body trl sft --config sft.yaml",
         "npu-kernels run --tiled-mlp 8192 trl sft --config sft.yaml",
         "npu-kernels run --rollouts on trl grpo --config grpo.yaml",
         "npu-kernels run torchrun --nproc_per_node 8 train.py",
@@ -183,7 +182,6 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("each option of the flag, in a Trainer", "tests/test_options.py"): (
         "python train.py --use_npu_kernels --npu_kernels_capture on",
-        "python train.py --use_npu_kernels --npu_kernels_capture body",
         "python train.py --use_npu_kernels --npu_kernels_tiled_mlp 8192 --gradient_checkpointing",
         "python train.py --use_npu_kernels --npu_kernels_rollouts off",
         "python train.py --use_npu_kernels --report_to tensorboard --logging_steps 10",

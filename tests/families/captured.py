@@ -1,9 +1,9 @@
-"""Every family with captured layers, to the bit: `python -m tests.families.captured [types...]`.
+"""Every family with a captured body, to the bit: `python -m tests.families.captured [types...]`.
 
-Tapes take the place of a device's graphs. A family's tiny model is made twice; the layers of one are captured and
-replayed, those of the other run their own code on rows that are filled up to the same number of tokens. Loss and every
-gradient of each batch must be equal, bit by bit. Prints which families are captured and why others are not, and is 1
-where anything differs, or raises with captured layers alone.
+Tapes take the place of a device's graphs. A family's tiny model is made twice; the body of one is captured and
+replayed, that of the other runs its own code in the same buckets. Loss and every gradient of each batch must be equal,
+bit by bit. Prints which families are captured and why others are not, and is 1 where anything differs, or raises with a
+captured body alone.
 """
 
 import argparse
@@ -20,28 +20,19 @@ from typing import Any
 import torch
 import transformers
 
-from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
-from npu_trainer_kernels.patching.audit import distance
-from npu_trainer_kernels.support.rounding import Rounded
 from tests import conftest  # sets what must be set before the package is imported
+from tests.patching.whole import BodyTwins
 
 from .compare import Values, _train, raised
 from .tiny import VOCABULARY, batch, families, tiny_model
 
 __all__ = ["Outcome", "batches", "captured"]
 
-# The live tokens of each row. The first batch is seen, the second one is captured, the others are replayed: 24 columns
-# with up to 48 tokens, then 12 columns with up to 32.
-_LENGTHS = (
-    (24, 9, 12, 3), (11, 24, 3, 5), (4, 16, 24, 2), (1, 24, 14, 6), (12, 5, 3, 4), (4, 12, 8, 2), (9, 1, 12, 7),
-    (24, 5, 7, 9),
-)  # fmt: skip
+# The live tokens of each row. The first batch is seen, the second one is captured, the others are replayed.
+_LENGTHS = ((24, 9, 12, 3), (11, 24, 3, 5), (4, 16, 24, 2), (12, 5, 3, 4), (9, 1, 12, 7))
 # The same for two rows of 12 columns of families that are given more than text.
-_SHORT = ((12, 9), (7, 12), (12, 5), (12, 10), (4, 12), (12, 1), (2, 12), (12, 11))
-# The body keeps the input of a layer for later layers. So one more gradient is added to those of the layer, in another
-# order. Values are held to what rounding does, as those of an op are.
-_ADDED_IN_ANOTHER_ORDER = frozenset(("inkling2", "inkling2_text"))
+_SHORT = ((12, 9), (7, 12), (12, 5), (4, 12), (12, 1))
 # The ops that are on by default, but for that of experts: its code for the CPU reads numbers on the host.
 _OPS = tuple(op for op in PATCHES if op != "moe_experts")
 
@@ -51,18 +42,14 @@ class Outcome:
     """How a family fared.
 
     Attributes:
-        share: the share of the calls of layers that were replayed.
-        seams: the seams of its layers, each number once.
-        reasons: why layers ran their own code.
-        rounded: whether values differ by no more than what rounding does, for a known reason.
-        wrong: what differs, or was raised with captured layers alone.
-        unfit: why the model cannot be trained without captured layers either.
+        share: the share of the calls of its body that were replayed.
+        reasons: why the body ran its own code.
+        wrong: what differs, or was raised with a captured body alone.
+        unfit: why the model cannot be trained without a captured body either.
     """
 
     share: float = 0.0
-    seams: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    rounded: bool = False
     wrong: str = ""
     unfit: str = ""
 
@@ -71,11 +58,8 @@ class Outcome:
             return f"WRONG: {self.wrong}" if self.wrong else f"not compared: {self.unfit}"
         reasons = "; ".join(self.reasons)
         if not self.share:
-            return f"declined: {reasons or 'it has no layers that transformers could repeat by a checkpoint'}"
-        seams = ", ".join(map(str, self.seams))
-        how = ", within rounding" if self.rounded else ""
-        found = f"captured{how}: {self.share:.0%} of calls, seams: {seams}"
-        return found + (f"; not: {reasons}" if reasons else "")
+            return f"declined: {reasons}"
+        return f"captured: {self.share:.0%} of calls" + (f"; not: {reasons}" if reasons else "")
 
 
 def batches(model: Any) -> Iterator[dict[str, Any]]:
@@ -105,14 +89,6 @@ def _different(actual: Values, expected: Values) -> list[str]:
     ]  # fmt: skip
 
 
-def _within_rounding(model: Any, inputs: dict[str, Any], found: Values, own: Values) -> bool:
-    """Whether values are no farther from a model's own than those of the model with every result rounded otherwise."""
-    with Rounded(0, in_place=False):
-        rounded = _train(model, copy.deepcopy(inputs))
-    names = [name for name, value in own.items() if value is not None]
-    return distance(*([each[name] for name in names] for each in (found, own, rounded))) <= 1
-
-
 def _own_experts(model: Any) -> None:
     """Has experts computed by products over all of them, which read no numbers on the host, in transformers' code."""
     for module in model.modules():
@@ -120,44 +96,47 @@ def _own_experts(model: Any) -> None:
             module.config._experts_implementation_internal = "batched_mm"
 
 
+def _why_not(twins: BodyTwins) -> list[str]:
+    """Returns why a body was not replayed, or not even asked for."""
+    report = twins.kernels.report()
+    declined = [each.reason for each in report.declined if each.op == "varlen_attention"]
+    left = [each.reason for each in report.left_alone if each.op == "varlen_attention"]
+    return list(twins.reasons) or declined or left
+
+
 def captured(task: str, kind: str, checkpointed: bool = False) -> Outcome:
-    """Trains a family's tiny model with captured layers and without; with `checkpointed` a checkpoint repeats them."""
+    """Trains a family's tiny model with a captured body and without; with `checkpointed` a checkpoint repeats its
+    layers."""
+
+    def prepare(model: Any) -> None:
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
     outcome = Outcome()
     try:
         model = tiny_model(task, kind)
         _own_experts(model)
-        other = copy.deepcopy(model)
-        if checkpointed:
-            for each in (model, other):
-                each.gradient_checkpointing_enable({"use_reentrant": False})
+        plain = copy.deepcopy(model)
+        prepare(plain)
         steps = [{**step, "use_cache": False} for step in batches(model)]
-        plain = apply_npu_kernels(other, ops=_OPS, backend="torch", capture="on")
-        plain.settings.layers._ready = lambda *call: ""
-        expected = [_train(other, copy.deepcopy(step)) for step in steps]
+        for step in steps:
+            _train(plain, copy.deepcopy(step))
     except Exception as error:  # noqa: BLE001 - the run goes on and lists it
         outcome.unfit = raised(error)
         return outcome
     try:
-        handle = apply_npu_kernels(model, ops=_OPS, backend="torch", capture="on")
-        for i, (step, values) in enumerate(zip(steps, expected, strict=True)):
-            found = _train(model, step)
+        twins = BodyTwins(model, prepare, ops=_OPS)
+        for i, step in enumerate(steps):
+            found, values = (_train(each, copy.deepcopy(step)) for each in twins.both)
             different = _different(found, values)
-            if different and kind in _ADDED_IN_ANOTHER_ORDER and _within_rounding(other, step, found, values):
-                outcome.rounded = True
-            elif different:
+            if different:
                 outcome.wrong = f"batch {i}: {len(different)} of {len(values)} values differ: {different[0]}"
                 break
     except Exception as error:  # noqa: BLE001 - the run goes on and lists it
         outcome.wrong = raised(error)
         return outcome
-    layers = handle.settings.layers
-    outcome.share = layers.replayed / max(layers.replayed + layers.eager, 1)
-    outcome.reasons = list(layers.reasons)
-    each = [
-        found for mode in layers._modes.values() for spot in mode.buckets.values() for variants in spot.layers.values()
-        for found in variants if found.pieces is not None
-    ]  # fmt: skip
-    outcome.seams = sorted({len(found.pieces.pieces) - 1 for found in each})
+    outcome.share = twins.replayed / max(twins.replayed + twins.bodies.eager, 1)
+    outcome.reasons = _why_not(twins)
     return outcome
 
 
@@ -180,8 +159,7 @@ def main() -> int:
         if outcome.wrong or outcome.unfit:
             table[task, "wrong" if outcome.wrong else "not compared"] += 1
         else:
-            how = "captured, within rounding" if outcome.rounded else "captured"
-            table[task, how if outcome.share else str(outcome)] += 1
+            table[task, "captured" if outcome.share else str(outcome)] += 1
         gc.collect()
     print(f"\n{sum(table.values())} families, {wrong} wrong; {time.monotonic() - started:.0f} s")
     for (task, what), count in sorted(table.items(), key=lambda item: (item[0][0], -item[1])):

@@ -32,7 +32,7 @@ def of_families(
     own: bool = False,
 ) -> dict[Family, Facts]:  # fmt: skip
     """What is served of families under a kind of moves, or a fault (`"none"`: as installed); of those in `beside` also
-    captured layers and rollouts."""
+    a captured body and rollouts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(min(jobs, len(families)), context, _install, (kind,)) as pool:

@@ -65,12 +65,12 @@ def served(task: str, kind: str, ops: tuple[str, ...] = PATCHES, beside: bool = 
     Args:
         task, kind: the family.
         ops: the ops to apply.
-        beside: whether captured layers and rollouts are tried, too.
+        beside: whether a captured body and rollouts are tried, too.
         own: whether experts run the code of their own file, and not transformers' shared one.
 
     Returns:
         `plain`, `patched`: the bits of loss and gradients; `modules`, `ran`: by op and class, how many modules it
-        replaced and how many calls it served; `left`, `declined`: reasons; `beside`: what became of captured layers
+        replaced and how many calls it served; `left`, `declined`: reasons; `beside`: what became of a captured body
         and rollouts; `failed`: why there is nothing of this; `broken`: how the kernels break it.
     """
     assert conftest.DEVICE == "cpu"

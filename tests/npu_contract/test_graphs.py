@@ -1,4 +1,4 @@
-"""torch_npu has what captured layers ask a device for (`npu_trainer_kernels/capture/graph.py`)."""
+"""torch_npu has what captured functions ask a device for (`npu_trainer_kernels/capture/graph.py`)."""
 
 import inspect
 
@@ -20,7 +20,7 @@ def test_graphs_are_begun_ended_and_replayed_alike():
 
 
 def test_attention_with_other_lengths_is_asked_for_again_at_each_update():
-    """Why attention stays between the graphs (docs/capture.md): an update calls each recorded operator by itself."""
+    """Why no body is captured (docs/capture.md): an update calls each recorded operator by itself."""
     handlers = torch_npu.npu.graphs._NPU_GRAPH_OP_HANDLERS
     served = {name for name in handlers if "." not in name and "fusion_attention" in name}
     assert served == {"npu_fusion_attention_v3", "npu_fusion_attention_grad_v3"}

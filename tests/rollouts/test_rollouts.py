@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
-from npu_trainer_kernels.capture import pieces
+from npu_trainer_kernels.capture import captured_function
 from npu_trainer_kernels.patching.modules import norm_forms
 from npu_trainer_kernels.rollouts import decode, turns
 from npu_trainer_kernels.rollouts import rollout_cache as cache_module
@@ -235,8 +235,8 @@ def test_a_step_that_is_captured_again_is_not_looked_at_again(monkeypatch):
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     plain = copy.deepcopy(model.eval())
     rollouts = serve_rollouts(apply_npu_kernels(model, backend="torch"))
-    looks, own = [], pieces._look
-    monkeypatch.setattr(pieces, "_look", lambda *args: (looks.append(1), own(*args))[1])
+    looks, own = [], captured_function._look
+    monkeypatch.setattr(captured_function, "_look", lambda *args: (looks.append(1), own(*args))[1])
 
     def looked(config):
         before = len(looks)
@@ -530,8 +530,7 @@ def test_noise_that_is_not_drawn_anew_is_seen_in_frequencies(monkeypatch):
 
 
 def _without_noise(self):
-    piece = self._pieces.pieces[0]
-    return self._pieces.replay(piece, None, None)[0]
+    return self._captured.replay()[0]
 
 
 def test_later_tokens_have_noise_of_their_own():

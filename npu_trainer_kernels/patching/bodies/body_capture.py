@@ -155,7 +155,12 @@ class BodyCapture(Counts):
         sites: where ops serve modules.
         busy: whether the model is being compared with its own code.
         auto: whether a body runs in graphs only where its costs say that this is faster (`ByCosts`).
+
+    Attributes:
+        without_memory: whether bodies are also captured with tensors that have no memory, for `npu-kernels fit`.
     """
+
+    without_memory = False
 
     def __init__(
         self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool], *, auto: bool = False
@@ -312,7 +317,7 @@ class BodyCapture(Counts):
     def _why_not_now(self, batch: Batch, forward: BodyForward) -> str | None:
         """Returns why a body is not replayed in this call, whatever the lengths, or None."""
         given = [each for each in batch.given.values() if torch.is_tensor(each)]
-        if any(isinstance(each, FakeTensor) or each.is_meta for each in given):
+        if any((isinstance(each, FakeTensor) and not self.without_memory) or each.is_meta for each in given):
             return ""  # a rehearsal
         if torch.is_inference_mode_enabled() or any(each.is_inference() for each in given):
             return "inference mode is on"
@@ -463,6 +468,9 @@ def _why_not(body: nn.Module, table: nn.Module | None) -> str | None:
     for module in (each for each in body.modules() if each not in apart):
         if has_foreign_hooks(module):
             return "other code has hooked a module of it"
+        # Neither its code nor, of the second kind, its attributes can be seen.
+        if "_orig_mod" in module._modules or isinstance(module, torch.jit.ScriptModule):
+            return f"a module of it is compiled ({type(module).__name__})"
         if "forward" in vars(module):
             return "a forward was set on a module of it"
     for parameter in body.parameters():

@@ -76,10 +76,16 @@ class _Known(nn.Module):
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         own = self.__dict__
-        if given is not own["expected"] or not own["results"]:
+        if not _is_alike(given, own["expected"]) or not own["results"]:
             raise Refused("its code embeds other ids than it is given, or does so several times")
         result: torch.Tensor = own["results"].pop()
         return result
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory: GPT-2 makes a view of its ids first."""
+    kinds = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other)]
+    return one is other or kinds[0] == kinds[1]
 
 
 @contextlib.contextmanager

@@ -368,9 +368,9 @@ def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
     rows, call = _rows_of(given), current_call()
     if given.get("attention_mask") is not None or form.proof.mixes:
         return False
-    if isinstance(rows, FakeTensor):
-        return form.slow and call is not None and call.settings.full
     captured = call is not None and call.settings.bodies is not None  # such rows alone are captured
+    if isinstance(rows, FakeTensor):
+        return call is not None and call.settings.full and (captured or form.slow)
     return (captured or _is_slow(form, rows)) and given.get("position_ids") is None and torch.is_grad_enabled()
 
 

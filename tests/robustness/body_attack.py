@@ -1,4 +1,4 @@
-"""A few captured layers beside the same layers that run their own code, for attacks on order, state and threads."""
+"""A small captured body beside the same body that runs its own code, for attacks on order, state and threads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from npu_trainer_kernels.patching.layers import LayerCapture
-from npu_trainer_kernels.patching.undo import Undo
+from tests.patching.tiny_body import Body, Replayed, ids_of, own_output
 
 __all__ = ["Layer", "Pair", "Schedule", "grads"]
 
+Run = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Schedule:
-    """A number that code outside of layers sets."""
+    """A number that code outside of the body sets."""
 
     value = 1.0
 
@@ -34,76 +35,61 @@ class Layer(GradientCheckpointingLayer):
         return (self.linear(hidden) * Schedule.value + hidden).tanh()
 
 
-class Body(nn.Module):
-    """Calls its layers in an order."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.order = list(range(len(layers)))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for i in self.order:
-            hidden = self.layers[i](hidden)
-        return hidden
-
-
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Returns copies of all gradients."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def _through(run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    return run(hidden)
+def _through(run: Run, ids: torch.Tensor) -> torch.Tensor:
+    return run(ids)
 
 
 class Pair:
-    """A model with captured layers, and the same model without.
+    """A captured body, and the same body without.
 
     Attributes:
-        model, plain: the two.
-        made: what captures the layers.
+        body, plain: the two.
+        made: the replays of the first.
         losses: the losses of both whose backward may come, the oldest first.
-        outputs: the last results of the captured model, with what they should be.
+        outputs: the last results of the captured body, with what they should be.
     """
 
     def __init__(self, layers: int = 3, repeated: bool = False, kind: type[Layer] = Layer) -> None:
         torch.manual_seed(0)
         Schedule.value, self._repeated = 1.0, repeated
-        self.model = Body([kind() for _ in range(layers)]).train()
+        self.body = Body([kind() for _ in range(layers)]).train()
         if repeated:
-            for layer in self.model.layers:
+            for layer in self.body.layers:
                 layer.gradient_checkpointing = True
                 layer._gradient_checkpointing_func = lambda f, *args: checkpoint(f, *args, use_reentrant=False)
-        self.plain = copy.deepcopy(self.model)
-        self.made = LayerCapture(Undo(), list, lambda: False)
-        self.made.install(self.model, "on")
+        self.plain = copy.deepcopy(self.body)
+        self.made = Replayed(self.body)
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def both(self) -> tuple[Body, Body]:
-        return self.model, self.plain
+        return self.body, self.plain
+
+    @property
+    def _runs(self) -> tuple[Run, Run]:
+        return self.made, lambda ids: own_output(self.plain, ids)
 
     def reset(self) -> None:
-        for model in self.both:
-            model.zero_grad()
+        for body in self.both:
+            body.zero_grad()
 
     def forward(
-        self, order: Sequence[int] | None = None,
-        through: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = _through,
-        keep: bool = True,
-    ) -> None:  # fmt: skip
+        self, order: Sequence[int] | None = None, through: Callable[[Run, torch.Tensor], torch.Tensor] = _through
+    ) -> None:
         """Both run forward, with the same result."""
-        hidden = torch.randn(2, 4)
-        made = []
-        for model in self.both:
+        ids, made = ids_of(), []
+        for body, run in zip(self.both, self._runs, strict=True):
             if order is not None:
-                model.order = list(order)
-            made.append(through(model, hidden.clone().requires_grad_()))
+                body.order = list(order)
+            made.append(through(run, ids))
         assert torch.equal(*made), "results differ"
-        if keep:
-            self.outputs = [*self.outputs[-1:], (made[0], made[1].detach())]
+        self.outputs = [*self.outputs[-1:], (made[0], made[1].detach())]
         self.losses.append((made[0].square().sum(), made[1].square().sum()))
 
     def backward(self, which: int, keep: bool = False) -> None:
@@ -120,11 +106,11 @@ class Pair:
 
     def evaluate(self, thread: bool = False) -> None:
         """Both run without gradients, here or on another thread, and keep their results."""
-        hidden, made = torch.randn(2, 4), []
+        ids, made = ids_of(), []
 
         def run() -> None:
             with torch.no_grad():
-                made.extend(model(hidden) for model in self.both)
+                made.extend(each(ids) for each in self._runs)
 
         if thread:
             other = threading.Thread(target=run)
@@ -145,8 +131,8 @@ class Pair:
         """Freezes a layer in both, or trains it. (A checkpoint's repetition must run as the call did.)"""
         if self._repeated and self.losses:
             return
-        for model in self.both:
-            model.layers[layer].requires_grad_(trained)
+        for body in self.both:
+            body.layers[layer].requires_grad_(trained)
 
     def check(self) -> None:
         """What was returned is still what it was."""
