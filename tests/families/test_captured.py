@@ -3,6 +3,8 @@ in what a layer is given, does and returns; all of them by `python -m tests.fami
 
 import pytest
 
+from npu_trainer_kernels.support.foreign import at_least
+
 from .captured import captured
 
 # What is special about each, in the order of the test.
@@ -32,7 +34,9 @@ def test_captured_is_its_own_code_to_the_bit(task, kind):
 
 
 def test_a_body_that_reads_the_input_of_a_layer_adds_its_gradient_in_another_order():
-    assert str(captured("causal", "inkling2_text")).startswith("captured, within rounding: ")
+    there = at_least("transformers", "5.23")
+    found = "captured, within rounding: " if there else "not compared: KeyError: 'inkling2_text'"
+    assert str(captured("causal", "inkling2_text")).startswith(found)
 
 
 @pytest.mark.parametrize(
