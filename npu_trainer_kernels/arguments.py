@@ -45,8 +45,8 @@ class NpuKernelsArguments:
     npu_kernels_capture: str = field(
         default="auto",
         metadata={
-            "help": "When decoder layers are captured as graphs of the device and replayed: 'auto' (on CUDA, if the "
-            "device is seen to wait for Python), 'on' or 'off'; or 'body': the whole body at once, attention included."
+            "help": "When the model's body is captured as graphs of the device and replayed: 'auto' (on CUDA), 'on' or "
+            "'off'."
         },
     )
 

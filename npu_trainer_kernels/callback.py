@@ -133,11 +133,10 @@ class NpuKernelsCallback(TrainerCallback):
     micro-batch on the host is made short (`training.repeats`). It prints the report once, on the main process, and adds
     `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding),
     `peak_memory_gib`, where padding is left out `padding_left_out` (the share of the positions since the last log) and
-    `beginnings_left_out` (the share of their tokens that shared beginnings saved), where decoder layers are captured
-    `layers_replayed` (the share of their calls since the last log) and where whole bodies are `bodies_replayed`, where
-    the model generates `generation_seconds` (the time since the last log that it took), and `update_seconds` and
-    `waiting_seconds` (of a step and between two steps, on average since the last log, `training.step_times`) to the
-    Trainer's logs.
+    `beginnings_left_out` (the share of their tokens that shared beginnings saved), where bodies are captured
+    `bodies_replayed` (the share of their calls since the last log), where the model generates `generation_seconds` (the
+    time since the last log that it took), and `update_seconds` and `waiting_seconds` (of a step and between two steps,
+    on average since the last log, `training.step_times`) to the Trainer's logs.
 
     Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -512,9 +511,6 @@ class NpuKernelsCallback(TrainerCallback):
                     if live:
                         logs["padding_left_out"] = round(1 - live / positions, 3)
                         logs["beginnings_left_out"] = round(1 - computed / live, 3)
-                    layers = self._handle.settings.layers
-                    if layers is not None and layers.on:
-                        logs["layers_replayed"] = round(layers.share_since(), 3)
                     if (bodies := self._handle.settings.bodies) is not None:
                         logs["bodies_replayed"] = round(bodies.share_since(), 3)
                     rollouts = self._handle.rollouts

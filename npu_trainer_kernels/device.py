@@ -414,7 +414,7 @@ def graph_class(device: torch.device) -> Any:
 
 
 def captures_unasked(device: torch.device) -> bool:
-    """Whether `capture="auto"` may capture decoder layers on a device: where it was measured to be right and faster."""
+    """Whether `capture="auto"` may capture bodies on a device: where it was measured to be right and faster."""
     return kind_of(device) == "cuda"
 
 

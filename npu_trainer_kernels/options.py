@@ -41,8 +41,8 @@ BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 KERNEL_BACKENDS = ("triton", "ascend-lowering")
 STRICT = "strict"
 REPORT_LENGTHS = ("short", "full")
-# When `patching.layers` captures decoder layers, or whole bodies.
-CAPTURE_MODES = ("auto", "on", "off", "body")
+# When `patching.bodies` captures bodies.
+CAPTURE_MODES = ("auto", "on", "off")
 # When `rollouts` generates by captured steps.
 ROLLOUT_MODES = ("auto", "on", "off")
 # The op of gated MLPs, which can compute slices of the tokens.

@@ -20,6 +20,7 @@ import pytest
 import npu_trainer_kernels
 from npu_trainer_kernels import backends, cli, ops
 from npu_trainer_kernels.cli._run import split
+from npu_trainer_kernels.evidence.table import TABLE
 from npu_trainer_kernels.patching import PATCHES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,6 +249,30 @@ def test_the_first_figures_of_the_site_are_those_of_the_readme():
     assert "the same" in row
     for figure in figures:
         assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", row), f"{figure} is not in {row}"
+
+
+def backends_in(cell: str) -> str:
+    """The backend that a cell of README's table says is used, unless somebody names another one."""
+    words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).split(";")[0].split(":")[0]
+    if words.endswith("by name") or words.startswith("the model's own code"):
+        return "the model's"
+    first = words.removeprefix("chunked ").split()[0].lower()
+    return "torch" if first == "pytorch's" else first
+
+
+def test_the_backends_in_the_readme_are_those_of_the_table():
+    table = text(ROOT / "README.md").split("## Replaced operations")[1].split("*Vendor* is")[0]
+    rows = re.findall(r"^\| (`.*?`) \| .*? \| (.*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    named = {
+        op: dict(zip(("npu", "cuda", "cpu"), cells, strict=True))
+        for several, *cells in rows for op in re.findall(r"`(\w+)`", several)
+    }  # fmt: skip
+    assert named.keys() >= set(PATCHES)
+    for op, cells in named.items():
+        for kind, cell in cells.items():
+            first = TABLE[op].order[kind][0].backend
+            expected = "the model's" if kind in TABLE[op].keeps_plain else first
+            assert backends_in(cell) == expected, f"{op} on {kind}: README says {cell!r}, the table {expected}"
 
 
 def test_readme_names_every_op():

@@ -3,7 +3,7 @@
 `recorder_for(device)` returns a recorder: `recording()` prepares the device, `begin` and `end` enclose what one graph
 holds, and `end` returns it. Graphs of one recorder share a memory pool: a block that is free when a graph is captured
 may be used by it, although graphs that were captured before use it, too. So what must outlive a replay has to be alive
-while all later graphs are captured (`pieces`).
+while all later graphs are captured (`captured_function`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,11 @@ class Recorder(Protocol):
     def recording(self, watch: Watch, *, look: bool) -> contextlib.AbstractContextManager[None]:
         """One function is looked at (with `look`: the watch is on, nothing is recorded) or recorded inside of it."""
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
+    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
         """Begins a graph with what comes next.
 
         Args:
             likes: tensors, for each of which a buffer like it is returned, which the graph reads.
-            apart: whether the graph writes to other memory than graphs that are not apart. Backwards are, where the
-                forwards of several functions come before them: another forward has saved something in the memory that
-                a backward frees, and a graph of autograd that is kept reads it a second time.
         """
 
     def end(self) -> Graph:
@@ -56,8 +53,7 @@ class Recorder(Protocol):
         """Returns why there is too little memory for what graphs keep, or None."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor at the same address, whose storage is an object of its own, so that `Outlets` see who else
-        has it. It does not keep its memory from later graphs of this recorder."""
+        """Returns a tensor at the same address, which does not keep its memory from later graphs of this recorder."""
 
 
 class TapeRecorder:
@@ -78,7 +74,7 @@ class TapeRecorder:
     def no_room(self) -> str | None:
         return None
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
+    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
         assert self._watch is not None
         buffers = [None if like is None else torch.zeros_like(like.detach()) for like in likes]
         self._watch.target = Tape()
@@ -133,7 +129,6 @@ class DeviceRecorder:
         else:
             self._memory = self._memory()
             self._pool = self._memory.id
-        self._apart = self._module.graph_pool_handle()
         self._stream = self._module.Stream(device)
         self._device = device
         self._graph: Any = None
@@ -167,12 +162,11 @@ class DeviceRecorder:
             return None
         return f"memory is short ({free / (1 << 30):.1f} GiB are free, and steps have needed {needed / (2 << 30):.1f})"
 
-    def begin(self, likes: Sequence[torch.Tensor | None] = (), *, apart: bool = False) -> list[torch.Tensor | None]:
+    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
         self._graph = self._new()
         self._random = self._module.get_rng_state(self._device)
         # Other threads (that of a data loader pins memory) may go on.
-        pool = self._apart if apart else self._pool
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         # In the pool, like everything that a graph reads.
         return [None if like is None else torch.empty_like(like.detach()) for like in likes]
 

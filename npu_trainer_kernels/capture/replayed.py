@@ -2,18 +2,16 @@
 
 Graphs write to the same memory at each replay. So memory carries the number of the turn that wrote it last, and whoever
 is going to read it in a backward remembers the number and compares it then: another turn's values are never taken for
-those of this one. `Outlets` say whether other code still has what a replay has returned. `Owner` says whose calls
-replay graphs: those of one thread, since two would write to the same memory at the same time.
+those of this one. `Owner` says whose calls replay graphs: those of one thread, since two would write to the same memory
+at the same time.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import torch
-
-__all__ = ["Outlets", "Owner", "Reading", "ReplayedMemory"]
+__all__ = ["Owner", "Reading", "ReplayedMemory"]
 
 
 class ReplayedMemory:
@@ -48,37 +46,6 @@ class Reading:
     def over(self) -> bool:
         """Whether another turn has written to the memory."""
         return [each.turn for each in self._memory] != self._numbers
-
-
-_uses = torch._C._storage_Use_Count
-
-
-class Outlets:
-    """Where replays leave what they return. Each storage counts the tensors that have it: views, `detach()`, what
-    autograd has saved, arrays of NumPy. If there are more of them than there were at first, other code keeps one.
-
-    Args:
-        tensors: at the addresses that replays write to, each with a storage object of its own. Replays return aliases
-            of them.
-    """
-
-    __slots__ = ("_storages", "_tensors", "_unused")
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [t for t in tensors if type(t) is torch.Tensor]
-        self._storages = [t.untyped_storage()._cdata for t in self._tensors]
-        self._unused = [*map(_uses, self._storages)]
-
-    def kept(self, given: Sequence[torch.Tensor] = ()) -> bool:
-        """Whether anybody has an alias of one, apart from these tensors."""
-        now = [*map(_uses, self._storages)]
-        if now == self._unused:
-            return False
-        known = [t.untyped_storage()._cdata for t in given]
-        return any(
-            uses != unused + known.count(at)
-            for at, uses, unused in zip(self._storages, now, self._unused, strict=True)
-        )  # fmt: skip
 
 
 class Owner:

@@ -27,15 +27,7 @@ __all__ = ["Nothing", "Refused", "Tape", "Watch", "parts_of"]
 
 
 class Refused(Exception):
-    """A computation that cannot be captured; the message says why, as a part of a sentence.
-
-    Attributes:
-        unknown: the storages of tensors that it reads and a graph may not read.
-    """
-
-    def __init__(self, reason: str, unknown: Iterable[int] = ()) -> None:
-        super().__init__(reason)
-        self.unknown = frozenset(unknown)
+    """A computation that cannot be captured; the message says why, as a part of a sentence."""
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -118,6 +110,12 @@ _IS_LIST, _IS_TUPLE = (functools.partial(type.__instancecheck__, kind) for kind 
 _DEVICE, _ADDRESS = operator.attrgetter("device"), operator.attrgetter("_cdata")
 
 
+_NO_TENSORS = frozenset((
+    bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+))  # fmt: skip
+"""Classes of arguments that have no tensors in them."""
+
+
 def _tensors_of(values: Any) -> list[torch.Tensor]:
     """Returns the tensors among arguments or results of an operator, which are values or lists of values."""
     found = [*filter(_IS_TENSOR, values)]
@@ -194,9 +192,6 @@ class Tape:
 class Nothing:
     """Stands in the place of a tape while operators are checked and not kept, so that their results can be freed."""
 
-    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Keeps nothing."""
-
 
 class Watch(TorchDispatchMode):
     """Checks every operator, and writes those that run while `target` is a tape to it.
@@ -210,8 +205,7 @@ class Watch(TorchDispatchMode):
         fixed: those of them that must not be written to.
 
     Attributes:
-        target: the tape that is written to, or `Nothing`; None: operators are not looked at (attention between two
-            pieces).
+        target: the tape that is written to, or `Nothing`; None: operators are not looked at.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], fixed: Iterable[torch.Tensor]) -> None:
@@ -223,6 +217,11 @@ class Watch(TorchDispatchMode):
         self._places: list[StorageWeakRef] = []
         self._on_the_host = _OnTheHost(self)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps the method below so that it is not compiled, which costs ten calls for each operator."""
+        return False
+
     def __enter__(self) -> Watch:
         self._on_the_host.__enter__()
         super().__enter__()
@@ -233,32 +232,46 @@ class Watch(TorchDispatchMode):
         self._on_the_host.__exit__(*error)
 
     def knows(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Adds inputs: what attention returns between two pieces, gradients that a backward begins with."""
-        tensors = list(tensors)
-        self._known.update(_addresses(tensors))
-        self._places += map(StorageWeakRef, map(torch.Tensor.untyped_storage, tensors))
+        """Adds inputs: gradients that a backward begins with, and what operators make."""
+        for each in tensors:
+            storage = each.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known |= {storage._cdata}
+                self._places += (StorageWeakRef(storage),)
 
+    # A look (`reads`) sees each call that is made for each operator, and there are some hundred operators for a layer.
+    # So loops stand here where calls would be shorter.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.target is None:
+        kwargs, target = kwargs or {}, self.target
+        if target is None:
             return func(*args, **kwargs)
-        of, tensors = _operator(func), _tensors_of((*args, *kwargs.values()))
+        of = _operator(func)
+        tensors: list[torch.Tensor] = []
+        for each in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(each)
+            if kind is torch.Tensor:
+                tensors += (each,)
+            elif kind not in _NO_TENSORS:
+                tensors += _tensors_of((each,))
         if of.reads or (of.by_mask and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
             raise Refused(f"it reads numbers of the device on the host ({of.name})")
         if of.draws and of.draws_now(args, kwargs):
             raise Refused(f"it draws random numbers ({of.name})")
-        addresses = _addresses(tensors)
-        if not self._known.issuperset(addresses):
-            unknown = [at for at in addresses if at not in self._known]
-            raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({of.name})", unknown)
+        for tensor in tensors:
+            if tensor.untyped_storage()._cdata not in self._known:
+                raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({of.name})")
         for place in of.written:
             if not self._fixed.isdisjoint(_addresses(_tensors_of((_argument(place, args, kwargs),)))):
                 raise Refused(f"it writes to a parameter or a buffer ({of.name})")
         out = func(*args, **kwargs)
-        results = _tensors_of((out,))
-        self._stays_on_a_device(of, tensors, results)
+        results = [out] if type(out) is torch.Tensor else _tensors_of((out,))
+        where = tensors[0].device if tensors else None
+        for tensor in (*tensors, *results):
+            if tensor.device != where:
+                self._stays_on_a_device(of, tensors, results)
         self.knows(results)
-        self.target.add(func, args, kwargs, out)
+        if type(target) is Tape:
+            target.add(func, args, kwargs, out)
         return out
 
     def _stays_on_a_device(self, of: _Operator, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:

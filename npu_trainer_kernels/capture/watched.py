@@ -121,7 +121,6 @@ class Watched:
         reads: the code that ran; None: only the modules are compared.
         ignored: returns the names of a module's attributes that do not count.
         settings: `torch_settings()` at the capture; None: as they are now.
-        apart: objects whose content is not followed, since others compare it.
 
     Attributes:
         reason: why the code may decide otherwise without a change that `holds` sees, or None.
@@ -132,9 +131,8 @@ class Watched:
     def __init__(
         self, modules: Iterable[nn.Module], reads: Reads | None = None,
         ignored: Callable[[nn.Module], Iterable[str]] = lambda _: (), settings: tuple[Any, ...] | None = None,
-        apart: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        self._modules, self._reads, self._ignored, self._apart = list(modules), reads, ignored, apart
+        self._modules, self._reads, self._ignored = list(modules), reads, ignored
         self._settings = torch_settings() if settings is None else settings
         self.differs = ""
         ran = -1
@@ -160,7 +158,7 @@ class Watched:
         self._lengths: list[int] = []
         self._spaces: list[tuple[str, frozenset[str] | None]] = []  # the names that a `__dict__` did not have
         self._contents: list[tuple[str, Callable[[], Any], Any]] = []
-        self._seen: dict[int, Any] = {id(each): each for each in self._apart}
+        self._seen: dict[int, Any] = {}
         self._classes: set[int] = set()
         self._found: set[int] = set()  # code of functions that objects lead to
         self._open: list[tuple[Any, str, bool]] = []

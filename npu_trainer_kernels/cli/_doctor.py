@@ -263,7 +263,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         cores = f", {device['vector_cores']} vector cores" if device["kind"] == "npu" else ""
         output.text(f"\nDevice: {device['name']} ({device['kind']}{cores})")
         if device["kind"] != "cpu":
-            output.text(f"Captured layers (--capture): {_graphs(device['graphs'])}")
+            output.text(f"Captured bodies (--capture): {_graphs(device['graphs'])}")
         _show_ops(lines, output)
     found = list(dict.fromkeys(found))
     output.text("\nFindings" if found else f"\n{_nothing_found(lines)}", style="" if found else "green")

@@ -38,11 +38,7 @@ OPTIONS = {
     "NPU_KERNELS_BACKEND": ("--backend", None, "'torch', or 'rms_norm=torch,linear_logprob=triton'"),
     "NPU_KERNELS_STRICT": ("--strict", "1", "stop when a kernel or a model fails; otherwise go on without it"),
     "NPU_KERNELS_TILED_MLP": ("--tiled-mlp", None, "gated MLPs compute at most so many tokens at once; otherwise all"),
-    "NPU_KERNELS_CAPTURE": (
-        "--capture",
-        None,
-        "decoder layers as graphs: 'auto' (default), 'on' or 'off'; 'body': the whole body as graphs",
-    ),
+    "NPU_KERNELS_CAPTURE": ("--capture", None, "the body as captured graphs: 'auto' (default), 'on' or 'off'"),
     "NPU_KERNELS_ROLLOUTS": ("--rollouts", None, "completions by captured steps: 'auto' (default), 'on' or 'off'"),
     "NPU_KERNELS_REPORT": ("--report", None, "what is printed when training begins: 'short' (default) or 'full'"),
     "NPU_KERNELS_AUDIT": ("--audit", None, "when it is compared with the model's own code: 'first', 'off', or steps"),

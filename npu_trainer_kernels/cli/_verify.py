@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", nargs="+", action="extend", help="which ops to use (default: all that apply)")
     parser.add_argument("--backend", help="overrides the choice of backend, as 'torch' or 'rms_norm=torch'")
     parser.add_argument(
-        "--capture", choices=CAPTURE_MODES, default="auto", help="when layers or bodies are captured (default auto)"
+        "--capture", choices=CAPTURE_MODES, default="auto", help="when bodies are captured (default auto)"
     )
     parser.add_argument("--noise-runs", type=int, default=5, help="runs that measure the noise (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of batches (default 0)")

@@ -30,7 +30,7 @@ PROMISES = Path(__file__).with_name("families.json")
 GAINS = {
     "padding": "padding left out",
     "prompts": "shared beginnings of rows computed once",
-    "capture": "captured decoder layers",
+    "capture": "a captured body",
     "rollouts": "completions by captured steps",
 }
 """What a model can get besides ops, by name and in words."""

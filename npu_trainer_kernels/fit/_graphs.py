@@ -88,7 +88,7 @@ def _address(tensor: torch.Tensor) -> int:
 def capturing(ledger: Ledger) -> Iterator[None]:
     """Inside the `with` block layers are captured in a pool that the ledger counts. A tensor without memory has no
     address; that of its storage object stands for it."""
-    layers = importlib.import_module("npu_trainer_kernels.patching.layers.layer_capture")
+    layers = importlib.import_module("npu_trainer_kernels.patching.bodies.body_capture")
     with (
         mock.patch.object(layers, "recorder_for", functools.partial(_recorder, ledger)),
         mock.patch.object(layers.LayerCapture, "without_memory", True),

@@ -1,4 +1,4 @@
-"""What a model gets: ops, padding left out, captured layers, rollouts; and what is lost of it on versions that were not
+"""What a model gets: ops, padding left out, a captured body, rollouts; and what is lost of it on versions that were not
 tested, or that serve less than another one by `evidence/families.json`.
 
 - `small_family`: a small model of a family's default configuration.

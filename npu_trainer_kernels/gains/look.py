@@ -1,7 +1,7 @@
 """Looks what a model gets, and what a family gets on the installed versions.
 
-A family's small model is not compared with anything here. The ops are put into it, three batches go through its layers
-while these are captured by tapes, and it generates a few tokens by captured steps.
+A family's small model is not compared with anything here. The ops are put into it, three batches go through its body
+while that is captured by tapes, and it generates a few tokens by captured steps.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def _ids(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 def _why_not_captured(model: Any) -> set[str]:
-    """Returns why the layers of a small model are not captured; empty: some are."""
+    """Returns why the body of a small model is not captured; empty: it is."""
     if hasattr(model, "set_experts_implementation"):  # transformers 5
         model.set_experts_implementation("batched_mm")  # which reads no numbers on the host
     with apply_npu_kernels(model.train(), ops=_CAPTURED_OPS, backend="torch", capture="on") as kernels:
@@ -84,10 +84,12 @@ def _why_not_captured(model: Any) -> set[str]:
             labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
             out = model(**batch, labels=labels, use_cache=False)
             (out.logits.square().mean() if out.loss is None else out.loss).backward()
-        seen = kernels.report().capture.as_dict()
+        report, served = kernels.report(), served_of(kernels)
+    seen = report.capture.as_dict()
     if seen["replayed"]:
         return set()
-    return set(seen["reasons"]) or {"it has no layers that transformers could repeat by a checkpoint"}
+    declined = {each.reason for each in report.declined if each.op == _BODY}
+    return set(seen["reasons"]) or declined or set(served.why.get("padding", ("no two calls of its body are alike",)))
 
 
 def _why_no_rollouts(model: Any) -> set[str]:

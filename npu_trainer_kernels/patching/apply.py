@@ -16,12 +16,12 @@ from ..options import check_capture, check_ops, check_tiled_mlp
 from ..support.switch import check_switch
 from ..support.tested import newer_torch
 from .audit import Audit
+from .bodies import BodyCapture
 from .body import PaddingPatch, draws_for_tokens, dropped_options, outermost_body
 from .bound_forwards import BoundForwards, kernel_of_package
 from .call import CallSettings, leave_calls, track_calls
 from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
-from .layers import BodyCapture, LayerCapture
 from .modules import GatedMlpPatch
 from .patch import HarmlessReason, Patch, Reason, Scene, Site, others_forward, serves_tokens
 from .patches import PATCHES
@@ -209,8 +209,7 @@ class NpuKernels:
         self._audit = None
         for site in self._sites.values():
             site.look = None
-        self.settings.trl, self.settings.shares, self.settings.layers = None, False, None
-        self.settings.bodies = None
+        self.settings.trl, self.settings.shares, self.settings.bodies = None, False, None
         self._undo.restore()
 
     def __repr__(self) -> str:
@@ -270,7 +269,7 @@ class NpuKernels:
                     self._apply(patch, scene)
             for module in self._tracked:
                 leaves_out_hooks(module, self._undo)
-            self._capture_layers(model, mode, where)
+            self._capture_bodies(model, mode, where)
         except BaseException:
             self.restore()
             raise
@@ -279,8 +278,8 @@ class NpuKernels:
                 self._report.sites.append(site)
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
-        if mode == "body" and all(site.op != PaddingPatch.op for site in self._report.sites):
-            self._report.note(f"capture='body' does nothing: {PaddingPatch.op} serves no body of this model")
+        if mode == "on" and all(site.op != PaddingPatch.op for site in self._report.sites):
+            self._report.note(f"capture='on' does nothing: {PaddingPatch.op} serves no body of this model")
         self._note_others(model)
         self._warn_of_attention(model, where)
         if (newer := newer_torch(str(torch.__version__))) is not None:
@@ -307,26 +306,22 @@ class NpuKernels:
                     self._report.note(text)
                     warnings.warn(f"NPU kernels: {text}", stacklevel=2)
 
-    def _capture_layers(self, model: nn.Module, mode: str, where: torch.device) -> None:
-        """Has the decoder layers captured, last of all: what is captured are the patched layers."""
+    def _capture_bodies(self, model: nn.Module, mode: str, where: torch.device) -> None:
+        """Has the model's bodies captured, last of all: what is captured is the patched body."""
         if mode == "off":
-            return
-        if mode == "body":
-            if self.settings.bodies is None:
-                self.settings.bodies = BodyCapture(self._undo, lambda: self._report.sites, self._is_comparing)
-            self._report.capture = self.settings.bodies
-            self.settings.bodies.install(model)
             return
         if mode == "auto" and not device.captures_unasked(where):
             if where.type != "cpu":
                 self._report.note(
-                    f"no layers are captured on {where.type}, where that was not measured; capture='on' captures them"
+                    f"no body is captured on {where.type}, where that was not measured; capture='on' captures bodies"
                 )
             return
-        if self.settings.layers is None:
-            self.settings.layers = LayerCapture(self._undo, lambda: self._report.sites, self._is_comparing)
-        self._report.capture = self.settings.layers
-        self.settings.layers.install(model, mode)
+        if self.settings.bodies is None:
+            self.settings.bodies = BodyCapture(
+                self._undo, lambda: self._report.sites, self._is_comparing, auto=mode == "auto"
+            )
+        self._report.capture = self.settings.bodies
+        self.settings.bodies.install(model)
 
     def _is_comparing(self) -> bool:
         return self._audit is not None and self._audit.busy
@@ -414,11 +409,10 @@ def apply_npu_kernels(
             for its op, with a warning and a note in the report.
         tiled_mlp: the maximum number of tokens that gated MLPs compute at once; they save only their input for
             backward, which recomputes them slice by slice. 0: all tokens at once.
-        capture: whether decoder layers are captured as a device's graphs, and replayed where nothing has changed
-            (`patching.layers`): `"auto"` (on CUDA, if the first training forwards show that the device waits for
-            Python), `"on"` or `"off"`; or `"body"`: the whole body is captured as one graph forward and one backward,
-            whatever the lengths of a batch's rows. Nothing was measured on an NPU, so layers are captured there only if
-            it is `"on"`. On a CPU `"on"` and `"body"` replay tapes, which is slower and is there for tests.
+        capture: whether the body is captured as one graph forward and one backward, and replayed where nothing has
+            changed, whatever the lengths of a batch's rows (`patching.bodies`): `"auto"` (on CUDA), `"on"` or `"off"`.
+            Nothing was measured on an NPU, so bodies are captured there only if it is `"on"`. On a CPU `"on"` replays
+            tapes, which is slower and is there for tests.
 
     Returns:
         The handle, which is also a context manager. A second call for the same model patches modules that were added

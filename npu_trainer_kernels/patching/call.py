@@ -64,8 +64,7 @@ class CallSettings:
         live: the number of those that are not padding; a tensor on the device where the host need not wait for it.
         caches: whether a training forward without `use_cache` returns the KV cache that its configuration requests.
         eval_caches: whether a forward in evaluation mode without `use_cache` does.
-        layers: what captures the decoder layers (`layers.LayerCapture`), or None.
-        bodies: what captures whole bodies (`layers.BodyCapture`), or None.
+        bodies: what captures the bodies (`bodies.BodyCapture`), or None.
         full: whether ids without numbers and without a mask (those of fit) are taken for rows without padding.
         learned: the plan that is learned from the gradients of TRL's loss, where no trainer provides one.
     """
@@ -77,7 +76,6 @@ class CallSettings:
     live: Any = 0
     caches: bool = True
     eval_caches: bool = True
-    layers: Any = None
     bodies: Any = None
     full: bool = False
     learned: LearnedPlan = field(default_factory=LearnedPlan)

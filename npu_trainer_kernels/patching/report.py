@@ -102,7 +102,7 @@ class Report:
         unused: ops that are in the model but that its trainer does not call, each with the reason.
         gone: sentences about replaced modules that are no longer in the model.
         audits: the results of comparisons with the model's original code on batches of the run.
-        capture: what captures the decoder layers; its string describes what was replayed.
+        capture: what captures the bodies; its string describes what was replayed.
         rollouts: what generates by captured steps; its string describes what was generated.
         plans: what plans the head's gradients (`LearnedPlan`, GRPO's `Planner`).
         beside: by name, the reports of the models that the trainer does not train (reference, teacher, reward).

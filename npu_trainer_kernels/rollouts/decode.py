@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..capture import Pieces, Reads, Watched, capture, recorder_for
+from ..capture import CapturedFunction, Reads, Watched, capture, recorder_for
 from ..patching.body import packed_row
 from ..support.foreign import CACHES
 from .masked import MaskedDecoding, masks_of_rows
@@ -218,7 +218,7 @@ class Step:
             return self.state.values
 
         with torch.no_grad(), cache.at(decoding):
-            self._pieces: Pieces = capture(
+            self._captured: CapturedFunction = capture(
                 step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder,
                 known=changed is not None, watch=watch,
             )  # fmt: skip
@@ -241,5 +241,4 @@ class Step:
             drawn.exponential_()
             if noise is not None and order is not None:
                 torch.index_select(noise, 0, order, out=self.rows.noise)
-        piece = self._pieces.pieces[0]
-        return self._pieces.replay(piece, None, None)[0]
+        return self._captured.replay()[0]

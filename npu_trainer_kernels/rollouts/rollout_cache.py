@@ -64,7 +64,7 @@ class Decoding(Packing):
     lengths: torch.Tensor
 
     def __init__(self, by: Any, named: str, longest: int, backend: str | None) -> None:
-        super().__init__(Segments.make([1], torch.device("cpu")), backend, by, named, 1)
+        super().__init__(Segments.make([1], torch.device("cpu")), backend, by, named)
         self._longest = longest
 
     @property

@@ -328,7 +328,7 @@ class Engine:
         ids = np.concatenate([np.asarray(prompt) for prompt in prompts])
         positions = np.concatenate([np.arange(n) for n in lengths])
         last = uploaded(np.cumsum(lengths) - 1, where)
-        packing = None if self._known.masked else self._packing(model, Segments.make(lengths, where), len(ids))
+        packing = None if self._known.masked else self._packing(model, Segments.make(lengths, where))
         given: dict[str, Any] = {
             "input_ids": uploaded(ids, where).unsqueeze(0), "position_ids": uploaded(positions, where).unsqueeze(0),
         }  # fmt: skip
@@ -355,8 +355,8 @@ class Engine:
             logits = logits[last]
         return logits.float()
 
-    def _packing(self, model: Any, segments: Segments, tokens: int) -> Packing:
-        return packing_for(model, model, segments, self._backend, tokens)
+    def _packing(self, model: Any, segments: Segments) -> Packing:
+        return packing_for(model, model, segments, self._backend)
 
     def capture(
         self, model: Any, cache: RolloutCache, rollout: Rollout, longest: int, vocabulary: int, where: torch.device
@@ -374,7 +374,7 @@ class Engine:
         begun = time.perf_counter()
         where, known = state.token.device, self._known
         kind_of = MaskedDecoding if self._known.masked else Decoding
-        packing = self._packing(model, Segments.make([1], where), 1)
+        packing = self._packing(model, Segments.make([1], where))
         decoding = kind_of(packing.by, packing.named, length, self._backend)
         kind = self._step_key, len(state.alive), length, rollout.most
         changed = known.steps.pop(kind, None)

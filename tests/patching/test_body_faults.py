@@ -16,9 +16,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import Refused
 from npu_trainer_kernels.ops.attention import Room, bounded_segments
+from npu_trainer_kernels.patching.bodies import body_capture, stand_ins
 from npu_trainer_kernels.patching.body import Batch as BodyBatch
 from npu_trainer_kernels.patching.body import BodyForward
-from npu_trainer_kernels.patching.layers import body_capture, layer_state, stand_ins
 from tests.models import small_model
 from tests.patching.captured import assert_copies_count, assert_same, rows
 from tests.patching.padded import Batch, loss_of, values
@@ -42,9 +42,9 @@ def twins() -> BodyTwins:
 
 def reasons_of(twins: BodyTwins, step: Callable[[Any, Batch], torch.Tensor] = loss_of, steps: int = 3) -> set[str]:
     """Why the body ran its own code in these steps, which have the same bits."""
-    before = twins.layers.reasons.copy()
+    before = twins.bodies.reasons.copy()
     twins.steps(STEPS[:steps], step)
-    return set(twins.layers.reasons - before)
+    return set(twins.bodies.reasons - before)
 
 
 def test_forwards_and_backwards_in_any_order(twins: BodyTwins) -> None:
@@ -114,7 +114,7 @@ def test_another_thread_and_a_copy(twins: BodyTwins) -> None:
         return found[0]
 
     (reason,) = reasons_of(twins, elsewhere)
-    assert reason == "another thread called its layers first, and graphs are replayed on one thread"
+    assert reason == "another thread called it first, and graphs are replayed on one thread"
     copied = copy.deepcopy(twins.model)
     before = twins.replayed
     loss_of(copied, STEPS[0]).backward()
@@ -175,7 +175,8 @@ def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.Monke
         pass
 
     def collected(model: Any, batch: Batch) -> torch.Tensor:
-        with layer_state.collects_into({"router_logits": []}):
+        with monkeypatch.context() as patch:
+            patch.setattr(body_capture, "collected_outputs", lambda: {"router_logits": []})
             return loss_of(model, batch)
 
     assert reasons_of(twins, collected) == {"outputs of its layers are asked for"}
@@ -187,7 +188,7 @@ def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.Monke
         handle.remove()
     body = twins.model.model
     forward = BodyForward(type(body), body, "", True, None, carries=False, mixes=True)
-    assert twins.layers._why_not_now(BodyBatch.full({**STEPS[0]}), forward) == (
+    assert twins.bodies._why_not_now(BodyBatch.full({**STEPS[0]}), forward) == (
         "modules that mix tokens get the padded batch, whose shape is another one at each step"
     )
     for model in twins.both:
@@ -198,7 +199,7 @@ def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.Monke
 def test_parameters_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_capture, "FSDPModule", nn.Linear)
     model = small_model("llama")
-    kernels = apply_npu_kernels(model, backend="torch", capture="body")
+    kernels = apply_npu_kernels(model, backend="torch", capture="on")
     for batch in STEPS:
         module = model.model.layers[0].mlp.up_proj
         module.weight = nn.Parameter(module.weight.detach().clone())
@@ -225,7 +226,7 @@ def test_bodies_that_embed_in_their_own_way() -> None:
 def test_restore_frees_what_was_captured() -> None:
     model = small_model("llama")
     plain = copy.deepcopy(model)
-    kernels = apply_npu_kernels(model, backend="torch", capture="body")
+    kernels = apply_npu_kernels(model, backend="torch", capture="on")
     for batch in STEPS[:3]:
         values(model, batch, loss_of)
     held = [weakref.ref(each) for each in kernels.settings.bodies._graphs()]
@@ -294,8 +295,8 @@ def test_fault_graphs_of_another_dtype(twins: BodyTwins) -> None:
         def __getitem__(self, key: Any) -> Any:
             return super().__getitem__((*key[:5], *key[6:]))
 
-    assert all(key[5] is None for key in twins.layers._ways)
-    twins.layers._ways = Loose({(*key[:5], *key[6:]): way for key, way in twins.layers._ways.items()})
+    assert all(key[5] is None for key in twins.bodies._ways)
+    twins.bodies._ways = Loose({(*key[:5], *key[6:]): way for key, way in twins.bodies._ways.items()})
     assert_caught(twins, step=in_autocast)
 
 

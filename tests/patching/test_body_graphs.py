@@ -25,8 +25,8 @@ DENSE: dict[str, dict[str, Any]] = {
 
 def assert_replayed(twins: BodyTwins, steps: int, graphs: int = 2) -> None:
     """All steps but the first one are replays of so many graphs."""
-    assert twins.replayed == steps - 1, str(twins.layers)
-    assert twins.layers.captured == graphs, twins.rooms
+    assert twins.replayed == steps - 1, str(twins.bodies)
+    assert twins.bodies.captured == graphs, twins.rooms
     assert not twins.reasons
 
 
@@ -56,7 +56,7 @@ def test_weights_of_fp32_under_autocast() -> None:
     twins.steps(STEPS[:3])
     twins.steps(STEPS[3:], in_autocast)
     assert twins.replayed == len(STEPS) + 1
-    assert twins.layers.captured == 4
+    assert twins.bodies.captured == 4
 
 
 def test_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,20 +83,20 @@ SHARED = (
 def test_beginnings_that_rows_share() -> None:
     twins = llama_bodies()
     twins.steps(SHARED)
-    assert twins.replayed == 3, str(twins.layers)
+    assert twins.replayed == 3, str(twins.bodies)
     assert all(room.keys for room in twins.rooms)
     positions, live, computed = twins.kernels.positions
     assert computed < live < positions
-    captured = twins.layers.captured
+    captured = twins.bodies.captured
     twins.steps((*STEPS[:2], *SHARED))
-    assert twins.layers.captured == captured + 2  # of rows that share nothing
+    assert twins.bodies.captured == captured + 2  # of rows that share nothing
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(reentrant: bool) -> None:
     twins = llama_bodies(of_transformers(reentrant))
     twins.steps((*STEPS, *SHARED))
-    assert twins.replayed == len(STEPS) + len(SHARED) - 1, str(twins.layers)
+    assert twins.replayed == len(STEPS) + len(SHARED) - 1, str(twins.bodies)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -119,8 +119,8 @@ def test_lora_and_a_reference_whose_adapter_is_off(checkpointed: bool) -> None:
         return (logits - reference)[live].square().mean() + (logits - 2 * old)[live].abs().mean()
 
     twins.steps(STEPS, step)
-    assert twins.replayed == 3 * len(STEPS) - 2, str(twins.layers)
-    assert twins.layers.captured == 4
+    assert twins.replayed == 3 * len(STEPS) - 2, str(twins.bodies)
+    assert twins.bodies.captured == 4
 
 
 def test_parameters_that_are_frozen_and_one_that_is_trained_later() -> None:
@@ -170,26 +170,26 @@ def test_a_batch_runs_in_any_bucket_that_has_room() -> None:
     twins = llama_bodies()
     few, many, long = rows(30, 25, seed=1), rows(*[3] * 20, seed=2), rows(30, 30, 30, seed=3)
     twins.steps([few, few, STEPS[0]])
-    assert twins.layers.captured == 2
+    assert twins.bodies.captured == 2
     twins.steps([many])  # more segments than there was room for
-    assert twins.layers.captured == 4
+    assert twins.bodies.captured == 4
     twins.steps([long, few, many, STEPS[1]])  # more tokens, and all others in the wider one of two
-    assert twins.layers.captured == 6
+    assert twins.bodies.captured == 6
     assert len({room.segments for room in twins.rooms[-3:]}) == 1
-    assert twins.layers.as_dict()["buckets"] == 2
+    assert twins.bodies.as_dict()["buckets"] == 2
 
 
 def test_the_report() -> None:
     twins = llama_bodies()
     twins.steps(STEPS)
-    assert str(twins.layers).startswith("body graphs: 83% of 6 calls replayed; 2 graphs for 1 buckets; ")
+    assert str(twins.bodies).startswith("body graphs: 83% of 6 calls replayed; 2 graphs for 1 buckets; ")
     assert twins.kernels.report().as_dict()["capture"]["graphs"] == 2
     assert twins.kernels.report().ran == twins.eager_kernels.report().ran
 
 
 def test_the_log_of_a_trainer(tmp_path: Path) -> None:
     """The first batch is compared with the model's own code, and the call after that is the first of its kind."""
-    callback = NpuKernelsCallback(backend="torch", capture="body")
+    callback = NpuKernelsCallback(backend="torch", capture="on")
     trainer = make_trainer(tmp_path, small_model("llama", use_cache=False), [callback], max_steps=3, logging_steps=1)
     trainer.train()
     shares = [entry["bodies_replayed"] for entry in trainer.state.log_history if "loss" in entry]

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -32,11 +31,9 @@ from npu_trainer_kernels.patching.body import (
 )
 from npu_trainer_kernels.patching.body.layout import layout
 from npu_trainer_kernels.patching.body.state_row import StateRow
-from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.patching.probe import small_config
 from npu_trainer_kernels.patching.undo import Undo
 from npu_trainer_kernels.support.foreign import at_least
-from tests.capture.graphs import Graphs
 from tests.closeness import assert_as_close, rounded
 from tests.families.tiny import model_class, tiny_config
 from tests.models import in_double
@@ -167,42 +164,6 @@ def test_under_autocast(kind: str) -> None:
 def test_two_forwards_before_their_backwards() -> None:
     model = hybrid("qwen3_next")
     held(model, two_forwards(batch(model, "left"), batch(model, "right")))
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "bamba"])
-def test_captured_layers(kind: str) -> None:
-    """Convolution and state run between the pieces of a layer, by the segments of each batch."""
-    model = hybrid(kind)
-    batches = [batch(model, "both"), batch(model, "both", shared=False), batch(model, "left")]
-
-    def step(model: Any) -> Values:
-        times = 1 if next(model.parameters()).dtype == torch.float64 else 3
-        for _ in range(times):
-            found = [values(model, inputs) for inputs in batches]
-        return {f"{i} {name}": value for i, each in enumerate(found) for name, value in each.items()}
-
-    captured = held(model, step, capture="on").capture
-    assert not captured.reasons, captured.reasons
-    assert captured.replayed >= captured.eager
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
-def test_capturing_keeps_nothing_of_a_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the graphs of each layer take memory of their own, although graphs share a pool."""
-    model = hybrid(kind)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs, graphs = batch(model, "both"), Graphs()
-    monkeypatch.setattr(layer_capture, "recorder_for", lambda device: graphs)
-    with apply_npu_kernels(model, ops=OPS, capture="on") as kernels:
-        for _ in range(3):
-            values(model, inputs)
-        spots = [spot for mode in kernels.settings.layers._modes.values() for spot in mode.buckets.values()]
-        stay = [*model.parameters(), *(place.buffer for spot in spots for place in spot.inputs)]
-        known = {t.untyped_storage()._cdata for t in stay}
-        assert kernels.report().capture.replayed
-        assert len(graphs.seen) > 100
-        gc.collect()
-        assert all(each.expired() or each.cdata in known for each in graphs.seen)
 
 
 def test_the_models_classes_come_back() -> None:
@@ -555,7 +516,7 @@ def test_a_module_that_is_not_given_its_layers_mask() -> None:
     model = hybrid("lfm2")
     with apply_npu_kernels(model, ops=OPS):
         mixer = next(layer.conv for layer in model.model.layers if hasattr(layer, "conv"))
-        row = packing_for(model.model, model.model, Segments.make([2, 3], "cpu"), None, 5)
+        row = packing_for(model.model, model.model, Segments.make([2, 3], "cpu"), None)
         row.carries = True
         hidden = torch.randn(1, 5, model.config.hidden_size)
         with packed_row(row), pytest.raises(Unserved, match=r"^its Lfm2ShortConv is not given its layer's mask$"):

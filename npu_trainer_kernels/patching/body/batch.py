@@ -172,9 +172,7 @@ class Batch:
         """The number of tokens that go through the body."""
         return len(self.layout.places)
 
-    def through(
-        self, kind: Any, body: Any, inner: str, by_columns: bool | None, backend: str | None, tokens: int | None = None
-    ) -> Any:  # fmt: skip
+    def through(self, kind: Any, body: Any, inner: str, by_columns: bool | None, backend: str | None) -> Any:
         """Returns the body's output with its hidden states in the batch's shape, and the `Packing` of the packed row.
 
         Args:
@@ -183,19 +181,16 @@ class Batch:
             inner: the path of the text-only body.
             by_columns: whether position ids count columns, padding included; None: the body takes none.
             backend: the override for the op.
-            tokens: the number of tokens that the row is filled up to; None: it is not. What is added is in no segment,
-                and nothing of it is returned.
 
         Raises:
             Unserved: a layer needs a feature that attention by segments lacks.
         """
-        where, live = self.layout, self.computed
-        n = live if tokens is None else tokens
+        where, n = self.layout, self.computed
         new = self.arguments(n, by_columns)
         device = new["attention_mask"].device
-        keys = None if where.keys is None else Shared.make(where.keys, live, device)
+        keys = None if where.keys is None else Shared.make(where.keys, n, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
-        packing = packing_for(body, body.get_submodule(inner), segments, backend, n)
+        packing = packing_for(body, body.get_submodule(inner), segments, backend)
         packing.carries = True
         with packed_row(packing):
             out = kind.forward(body, **new)

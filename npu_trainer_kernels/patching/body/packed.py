@@ -14,21 +14,19 @@ import contextvars
 import copy
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...capture import Refused, recording_now, seam, unwatched
+from ...capture import Refused, unwatched
 from ...ops.attention import BoundedSegments, Segments, needs_lengths, trial, unserved, varlen_attention
 from ..classes import derived, original_class
 from ..parallel import serve_inside
@@ -40,10 +38,8 @@ __all__ = [
     "Asked",
     "PackedMask",
     "Packing",
-    "RecordedCall",
     "Unserved",
     "attend_by_segments",
-    "between_pieces",
     "foreign_attention",
     "make_mask",
     "packed_row",
@@ -89,7 +85,6 @@ class Packing:
         backend: the override for the op.
         by: the `Undo` that has prepared the body (`attend_by_segments`).
         named: the attention that the body's configuration names.
-        tokens: the number of tokens of the row, those behind the last segment included, which nobody reads.
         attended: the classes of the modules that have attended.
         asked: the features of attention that they used.
         configs: by id, each configuration that was read, and its copy that names the functions of this module.
@@ -101,7 +96,6 @@ class Packing:
     backend: str | None
     by: Any
     named: str
-    tokens: int
     attended: set[type[nn.Module]] = field(default_factory=set)
     asked: set[Asked] = field(default_factory=set)
     configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
@@ -117,8 +111,8 @@ class Packing:
         return StateRow(self.segments)
 
     @property
-    def live(self) -> int:
-        """The number of tokens in segments."""
+    def tokens(self) -> int:
+        """The number of tokens of the row."""
         return self.segments.queries
 
     @property
@@ -244,17 +238,11 @@ def _attention(
     s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Takes the place of the functions that attend; query, key and value are [1, heads, tokens, size]."""
-    if recording_now() and _recorded.get() is not None:
-        named = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
-        return _between_pieces(_attention, module, (query, key, value), attention_mask, {**named, **kwargs})
     if type(attention_mask) is not PackedMask:
         raise Unserved("it attends to something else than its own tokens")
     packing, window = attention_mask.packing, attention_mask.window
     softcap, s_aux = packing.options(module, softcap, s_aux, is_causal, kwargs)
-    tokens, live = query.shape[2], packing.live
-    if tokens == packing.tokens != live:
-        query, key, value = (t[:, :, :live] for t in (query, key, value))
-    if query.shape[0] != 1 or query.shape[2] != live or key.shape[2] != query.shape[2]:
+    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == packing.tokens:
         raise Unserved("its attention takes other rows than the body was given")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -284,151 +272,7 @@ def _attention(
         q, k, v, packing.segments, scale=scaling, window=window, softcap=softcap, sinks=s_aux, dropout=dropout,
         backend=packing.backend,
     )  # fmt: skip
-    if tokens != live:
-        out = functional.pad(out, (0, 0, 0, 0, 0, tokens - live))
     return out.unsqueeze(0), None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention between the pieces of a captured layer
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class RecordedCall:
-    """The arguments of a layer that is being captured.
-
-    Attributes:
-        now: the mask and the tensors of the call.
-        tensors: the tensors that the layer is called with in their place.
-        parameters: the layer's parameters, by the id of the tensor that stands for each of them in the capture.
-    """
-
-    now: Any
-    tensors: Sequence[torch.Tensor]
-    parameters: dict[int, torch.Tensor]
-
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Marks the layer as being captured inside of the `with` block. Without a packed row transformers' attention
-        functions end pieces there; with one, this module's function does."""
-        token = _recorded.set(self)
-        try:
-            with contextlib.nullcontext() if type(self.now.mask) is PackedMask else _attention_ends_pieces():
-                yield
-        finally:
-            _recorded.reset(token)
-
-
-_recorded: contextvars.ContextVar[RecordedCall | None] = contextvars.ContextVar("npu_kernels_recorded", default=None)
-
-
-def _between_pieces(
-    attention: Callable[..., Any], module: nn.Module, tensors: tuple[torch.Tensor, ...], mask: Any,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Ends a piece at an attention, which will be called with the mask and the tensors of each replay."""
-    recorded = _recorded.get()
-    assert recorded is not None
-    by_segments = type(recorded.now.mask) is PackedMask
-    if mask is not recorded.now.mask:
-        if by_segments or type(mask) is PackedMask:
-            raise Refused("its attention is given another mask than the layer")
-        kwargs = {**kwargs, "attention_mask": mask}
-    places: dict[str, int] = {}
-    made: dict[str, int] = {}
-    constants = {name: recorded.parameters.get(id(value), value) for name, value in kwargs.items()}
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and id(value) not in recorded.parameters:
-            place = next((i for i, t in enumerate(recorded.tensors) if t is value), None)
-            if place is not None:
-                places[name] = place
-            elif by_segments:
-                raise Refused(f"its attention is given {name}, which the layer makes")
-            else:
-                made[name] = len(tensors)
-                tensors = (*tensors, value)
-        elif not isinstance(value, torch.Tensor) and any(isinstance(t, torch.Tensor) for t in tree_leaves(value)):
-            raise Refused(f"its attention is given {name} of type {type(value).__name__}")
-    # `attend` lives as long as the graphs, and tensors of this call must not.
-    constants = {name: value for name, value in constants.items() if name not in made and name not in places}
-
-    def attend(qkv: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
-        given = {"attention_mask": now.mask, **constants, **{name: now.tensors[at] for name, at in places.items()}}
-        given.update((name, qkv[at]) for name, at in made.items())
-        out, weights = attention(module, *qkv[:3], **given)
-        if weights is not None and torch.is_tensor(weights):
-            raise Refused("its attention returns weights")
-        result: torch.Tensor = out
-        return result
-
-    dims: list[int | None] | None = [2] * len(tensors) if by_segments else None
-    return seam(attend, tensors, recorded.now, dims, None if dims is None else 1), None
-
-
-def between_pieces(
-    compute: Callable[[dict[str, Any], Packing], torch.Tensor], named: dict[str, Any], dims: dict[str, int], dim: int
-) -> torch.Tensor:
-    """Ends a piece at a function that goes by the segments of a packed row, and is called with the row of each replay.
-
-    Args:
-        compute: computes the function of its arguments and the row.
-        named: the arguments, now.
-        dims: the dimension of tokens of each argument that has one.
-        dim: the dimension of tokens of the result.
-    """
-    recorded = _recorded.get()
-    assert recorded is not None
-    if type(recorded.now.mask) is not PackedMask:
-        raise Refused("its layer is not given the mask of a packed row")
-    made = [n for n, v in named.items() if isinstance(v, torch.Tensor) and id(v) not in recorded.parameters]
-    # `attend` lives as long as the graphs. What the piece has made must not, nor what autograd saves for it.
-    constants = {name: recorded.parameters.get(id(v), v) for name, v in named.items() if name not in made}
-
-    def attend(tensors: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
-        return compute({**constants, **dict(zip(made, tensors, strict=True))}, now.mask.packing)
-
-    return seam(attend, [named[name] for name in made], recorded.now, [dims.get(name) for name in made], dim)
-
-
-_one_at_a_time = threading.RLock()
-
-
-@contextlib.contextmanager
-def _attention_ends_pieces() -> Iterator[None]:
-    """Inside the `with` block transformers' attention functions end pieces, on the threads that capture a layer.
-
-    Configurations keep their names of these, since layers compare them. What a layer calls otherwise (its own function
-    for `"eager"`) is a part of its pieces.
-    """
-    with _one_at_a_time:
-        own = ALL_ATTENTION_FUNCTIONS._local_mapping
-        ALL_ATTENTION_FUNCTIONS._local_mapping = {n: _ending(f) for n, f in ALL_ATTENTION_FUNCTIONS.items()}
-        try:
-            yield
-        finally:
-            ALL_ATTENTION_FUNCTIONS._local_mapping = own
-
-
-def _ending(attention: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(attention)
-    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        if _recorded.get() is None or not recording_now():
-            return attention(module, query, key, value, attention_mask, **kwargs)
-        return _between_pieces(attention, module, (query, key, value), attention_mask, kwargs)
-
-    setattr(attend, _ENDS, attention)
-    return attend
-
-
-_ENDS = "_npu_kernels_attention"
-
-
-def attention_of(name: str) -> Any:
-    """Returns the function of an attention's name, also while it ends pieces."""
-    own = ALL_ATTENTION_FUNCTIONS
-    function = own._local_mapping.get(name) or own._global_mapping.get(name)
-    return getattr(function, _ENDS, function)
 
 
 AttentionInterface.register(NAME, _attention)
@@ -462,9 +306,7 @@ def row_under_way() -> Packing | None:
     return packing if packing is not None and packing.carries else None
 
 
-def packing_for(
-    body: Any, text: Any, segments: Segments | BoundedSegments, backend: str | None, tokens: int
-) -> Packing:
+def packing_for(body: Any, text: Any, segments: Segments | BoundedSegments, backend: str | None) -> Packing:
     """Returns the `Packing` of a row for a body that was prepared.
 
     Args:
@@ -472,9 +314,8 @@ def packing_for(
         text: the text-only body inside of it, or itself.
         segments: the segments of the row.
         backend: the override for the op.
-        tokens: the number of tokens of the row, those behind the last segment included.
     """
-    return Packing(segments, backend, getattr(body, _BY), text.config._attn_implementation, tokens)
+    return Packing(segments, backend, getattr(body, _BY), text.config._attn_implementation)
 
 
 @contextlib.contextmanager

@@ -237,9 +237,7 @@ class PaddingPatch(Patch):
             return "its mask does not mark tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
-        mixes, call = form.proof.mixes, current_call()
-        if mixes and call is not None and call.settings.layers is not None and call.settings.layers.on:
-            return "its layers are captured, which they cannot be without the padding of its mixers"
+        mixes = form.proof.mixes
         if (
             not mixes
             and _caches(module, config, given.get("use_cache"))
@@ -324,9 +322,7 @@ class PaddingPatch(Patch):
             elif form.proof.mixes:
                 out, _ = batch.beside_mixers(site.kind, module)
             else:
-                layers = None if call is None else call.settings.layers
-                tokens = None if layers is None else layers.tokens(batch.computed)
-                out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend, tokens)
+                out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend)
         except Unserved as error:
             rows = given.get("inputs_embeds")
             if error.lasts:
@@ -367,13 +363,12 @@ def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 
 
 def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
-    """Whether rows with neither a mask nor position ids are packed, since none of them has padding. `fit`, whose ids
-    have no numbers and no device, asks for what an accelerator computes."""
+    """Whether rows with neither a mask nor position ids are packed, since none of them has padding."""
     rows, call = _rows_of(given), current_call()
     if given.get("attention_mask") is not None or form.proof.mixes:
         return False
     if isinstance(rows, FakeTensor):
-        return form.slow and call is not None and call.settings.full
+        return _is_slow(form, rows)
     captured = call is not None and call.settings.bodies is not None  # such rows alone are captured
     return (captured or _is_slow(form, rows)) and given.get("position_ids") is None and torch.is_grad_enabled()
 
@@ -435,7 +430,10 @@ def _rows_of(given: dict[str, Any]) -> Any:
 
 def _is_slow(form: BodyForm, rows: Any) -> bool:
     """Whether rows without padding are worth packing, too: transformers' own operators of a state keep 15 times the
-    memory on an accelerator (docs/padding.md)."""
+    memory on an accelerator (docs/padding.md). `fit`, whose ids have no numbers, asks for what an accelerator does."""
+    if isinstance(rows, FakeTensor):
+        call = current_call()
+        return form.slow and call is not None and call.settings.full
     return form.slow and isinstance(rows, torch.Tensor) and _device_of(rows).type != "cpu"
 
 

@@ -53,19 +53,6 @@ class StateForm:
         """Whether the function returns a state, or None, beside its result."""
         return self.name == "delta rule"
 
-    @property
-    def dims(self) -> dict[str, int]:
-        """The dimension of tokens of the arguments that have one; that of the result is the first one's."""
-        return _DIMS[self.name]
-
-
-_DIMS = {
-    "convolution": {"hidden_states": 2},
-    "delta rule": dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
-    "scan": dict.fromkeys(("hidden_states", "dt", "B", "C"), 1),
-    "shortcut": {},
-}
-
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call of a recognised function by name, with its defaults.
@@ -102,12 +89,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _cut(tensors: tuple[torch.Tensor, ...], row: StateRow | None) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Returns tensors `[1, T, ...]` without the tokens behind the last segment, and the number of these."""
-    behind = 0 if row is None else tensors[0].shape[1] - len(row)
-    return (tensors if not behind else tuple(t[:, : len(row)] for t in tensors if row is not None)), behind
-
-
 def _convolution(
     row: StateRow | None, backend: str | None, hidden_states: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None,
@@ -117,11 +98,10 @@ def _convolution(
     options: dict[str, Any] = {"activation": _ACTIVATIONS[activation], "backend": backend}
     if row is None:
         return causal_conv1d(hidden_states, weight, bias, **options)  # type: ignore[return-value]
-    behind = hidden_states.shape[2] - len(row)
-    x = hidden_states[:, :, : len(row)] if behind else hidden_states
-    state = row.inputs_before(x, weight.shape[1] - 1)
-    y: Any = causal_conv1d(x, weight, bias, segments=row.segments, state=state, **options)
-    return functional.pad(y, (0, behind)) if behind else y
+    state = row.inputs_before(hidden_states, weight.shape[1] - 1)
+    return causal_conv1d(  # type: ignore[return-value]
+        hidden_states, weight, bias, segments=row.segments, state=state, **options
+    )
 
 
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
@@ -140,9 +120,7 @@ def _rule(row: StateRow | None, backend: str | None, tensors: tuple[torch.Tensor
         )
         return out if ends else (out, None)
 
-    tensors, behind = _cut(tensors, row)
-    out = row.run(carry, *tensors)
-    return functional.pad(out, (0, 0, 0, 0, 0, behind)) if behind else out
+    return row.run(carry, *tensors)
 
 
 def _delta_rule(
@@ -163,15 +141,12 @@ def _scan(
 ) -> torch.Tensor:  # fmt: skip
     if initial_states is not None or return_final_states:
         raise OtherCall("a state of its own")
-    # First of all: sums over tokens (the gradients of D and dt_bias) are then the same however long the row is.
-    (hidden_states, dt, B, C), behind = _cut((hidden_states, dt, B, C), row)
     x = hidden_states.float()
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     step = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
     out = _rule(row, backend, (C.float(), B.float(), x * step[..., None], A.float() * step), scale=1.0)
-    out = out if D is None else out + D[:, None] * x
-    return functional.pad(out, (0, 0, 0, 0, 0, behind)) if behind else out
+    return out if D is None else out + D[:, None] * x
 
 
 _COMPUTE: dict[str, Callable[..., Any]] = {"convolution": _convolution, "delta rule": _delta_rule, "scan": _scan}

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...capture import recording_now
 from ..classes import derived, original_class
 from ..parallel import serve_inside
 from ..probe import plain_forward, rewritten_forward, self_attribute
 from ..undo import Undo
-from .packed import PackedMask, Packing, Unserved, between_pieces, packed_row, row_under_way
+from .packed import PackedMask, Packing, Unserved, packed_row, row_under_way
 from .state_forms import OtherCall, StateForm, arguments_of, compute, state_form
 
 __all__ = ["carry_by_segments", "has_own_state_code"]
@@ -76,7 +75,9 @@ def has_own_state_code(body: nn.Module) -> bool:
     """Whether a body carries its states by transformers' own operators, since no package with kernels is installed."""
     layers = [layer for child in body.children() if isinstance(child, nn.ModuleList) for layer in child]
     kinds: set[Any] = {original_class(module) for layer in layers for module in layer.children()}
-    return any(_is_fallback(kind, name) for kind in kinds for name, form in _forms_of(kind).items() if form.dims)
+    return any(
+        _is_fallback(kind, name) for kind in kinds for name, form in _forms_of(kind).items() if form.name != "shortcut"
+    )
 
 
 def _is_fallback(kind: Any, name: str) -> bool:
@@ -177,18 +178,10 @@ def _by_segments(
         return None
     try:
         given = arguments_of(function, args, kwargs)
-        if recording_now():
-            dims = form.dims
-            out = between_pieces(functools.partial(_of_row, form), given, dims, next(iter(dims.values())))
-        else:
-            out = _of_row(form, given, row)
+        out = compute(form, given, row.states, row.backend)
     except OtherCall as error:
         raise Unserved(f"its {name} is given {error}") from None
     return (out, None) if form.returns_state else out
-
-
-def _of_row(form: StateForm, given: dict[str, Any], row: Packing) -> Any:
-    return compute(form, given, row.states, row.backend)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +199,6 @@ def _of_layer(kind: Any) -> dict[str, Any]:
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         row = row_under_way()
         if row is not None:
-            # A captured layer has one mask.
             given = (each for each in kwargs.values() if type(each) is PackedMask and each.window is None)
             mask = next(given, None) or PackedMask(row, None)
             named = {name for name, i in masks.items() if i >= len(args)}

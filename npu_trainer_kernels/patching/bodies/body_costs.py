@@ -1,6 +1,6 @@
 """Which bucket of captured graphs a row runs in, or none, by what was measured of the body.
 
-A forward is timed once: how long the host takes for it, and how long the device, whose queue is full meanwhile. From
+Two forwards are timed: how long the host takes for one, and how long the device, whose queue is full meanwhile. From
 then on the time of a step is known for each number of tokens: eagerly the slower of the two is the limit, in graphs the
 device alone, which then also computes what fills the row up to its bucket.
 
@@ -82,10 +82,18 @@ class ByCosts:
 
     def __init__(self) -> None:
         self.costs: Costs | None = None
+        self._first: Costs | None = None
         self.calls = 0
         self.saved = 0.0
         self._lost: dict[tuple[int, bool], float] = {}  # for want of a bucket
         self._captures: list[float] = []
+
+    def measured(self, costs: Costs) -> None:
+        """Takes the costs of a forward. The lower ones of two count: what is done for the first time takes longer."""
+        if self._first is None:
+            self._first = costs
+        else:
+            self.costs = Costs(min(costs.host, self._first.host), min(costs.token, self._first.token))
 
     def captured(self, tokens: int, shares: bool, seconds: float) -> None:
         """Notes that a bucket was captured.

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...capture import Refused
 
-__all__ = ["OnThisThread", "exchanged", "without_part"]
+__all__ = ["Exchanged", "OnThisThread", "without_part"]
 
 
 class OnThisThread(dict[str, Any]):
@@ -40,18 +40,28 @@ class OnThisThread(dict[str, Any]):
         return self._seen().values()
 
 
-@contextlib.contextmanager
-def exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Inside the `with` block a layer has other parameters on this thread: `others` has one for the id of each of the
-    layer's own."""
-    own = [(module.__dict__, module._parameters) for module in layer.modules()]
-    try:
-        for where, parameters in own:
-            where["_parameters"] = OnThisThread(parameters, others)
-        yield
-    finally:
-        for where, parameters in own:
-            where["_parameters"] = parameters
+class Exchanged:
+    """Other parameters in the places of those of a module, on the thread that makes it.
+
+    Args:
+        module: the module.
+        others: a parameter for the `id` of each of the module's own.
+    """
+
+    def __init__(self, module: nn.Module, others: dict[int, nn.Parameter]) -> None:
+        self._parts = [(part.__dict__, OnThisThread(part._parameters, others)) for part in module.modules()]
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside the `with` block the module has them."""
+        before = [where["_parameters"] for where, _ in self._parts]
+        try:
+            for where, those in self._parts:
+                where["_parameters"] = those
+            yield
+        finally:
+            for (where, _), own in zip(self._parts, before, strict=True):
+                where["_parameters"] = own
 
 
 class _Known(nn.Module):

@@ -1,17 +1,16 @@
-"""Everything that decides how a layer's code runs, except its arguments.
+"""Everything that decides how a body's code runs, except its arguments.
 
 A graph remembers addresses and nothing else. So each call compares everything by which Python could decide otherwise:
-the modules of the layer with their attributes, hooks, classes and configurations (adapters that are switched off,
-modes, patches), the parameters with their addresses and whether they are trained, and what else the layer's code reads
+the modules of the body with their attributes, hooks, classes and configurations (adapters that are switched off,
+modes, patches), the parameters with their addresses and whether they are trained, and what else the body's code reads
 (`capture.watched`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,23 +18,19 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...capture import Reads, Watched
-from ..body import attention_of
 from ..probe import replaced_functions
 
 __all__ = [
-    "CHECKPOINT", "ON_ANOTHER_THREAD", "SAVED_ELSEWHERE", "LayerState", "attentions_of", "collected_outputs",
-    "collects_into", "has_foreign_hooks", "hooked", "is_checkpointed", "is_saved_elsewhere",
+    "CHECKPOINT", "ON_ANOTHER_THREAD", "SAVED_ELSEWHERE", "BodyState", "collected_outputs", "has_foreign_hooks",
+    "is_saved_elsewhere",
 ]  # fmt: skip
 
 
-class LayerState:
-    """What decides how a layer's code runs, as it was when the layer was captured.
+class BodyState:
+    """What decides how a body's code runs, as it was when the body was captured.
 
     Args:
-        layer: the layer.
-        moves: whether its parameters are at other addresses in each call (FSDP2).
-        tables: whether hooks of embeddings are compared. TRL adds one each time that it switches checkpointing on; it
-            makes embedded tokens require a gradient, which does not matter in a forward without gradients.
+        body: the body.
         reads: the code of it that ran; None: only its modules and their configurations are compared.
         settings: PyTorch's settings at the capture; None: as they are now.
 
@@ -44,41 +39,28 @@ class LayerState:
     """
 
     def __init__(
-        self, layer: nn.Module, moves: bool = False, tables: bool = True, reads: Reads | None = None,
-        settings: tuple[Any, ...] | None = None,
+        self, body: nn.Module, reads: Reads | None = None, settings: tuple[Any, ...] | None = None
     ) -> None:  # fmt: skip
-        modules = [module for module in layer.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        modules = [module for module in body.modules() if not isinstance(module, torch.jit.ScriptModule)]
         if reads is not None:
             # An op has computed in the place of a module's own code, by which it was recognised.
-            for function in replaced_functions(layer):
+            for function in replaced_functions(body):
                 reads.adds(function)
-
-        def ignored(module: nn.Module) -> tuple[str, ...]:
-            return _ELSEWHERE if tables or not isinstance(module, nn.Embedding) else (*_ELSEWHERE, *_HOOKS_BY_NAME)
-
-        # While another thread captures, the table of attentions has others in their places.
-        self.values = Watched(modules, reads, ignored, settings, apart=(ALL_ATTENTION_FUNCTIONS,))
+        self.values = Watched(modules, reads, _ignored, settings)
         for name in _attention_names(modules):
-            self.values.compares("the function of its attention", functools.partial(attention_of, name))
+            self.values.compares("the function of its attention", functools.partial(ALL_ATTENTION_FUNCTIONS.get, name))
         for module in modules:
             self.values.has_entries(module._parameters)
             self.values.has_entries(module._buffers)
-        self._tensors: list[torch.Tensor] = [*layer.parameters(), *layer.buffers()]
-        self._stay = list(layer.buffers()) if moves else self._tensors
+        self._tensors: list[torch.Tensor] = [*body.parameters(), *body.buffers()]
         self._known = self._now()
 
     def _now(self) -> tuple[list[int], list[bool]]:
-        return list(map(torch.Tensor.data_ptr, self._stay)), list(map(_IS_TRAINED, self._tensors))
+        return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_IS_TRAINED, self._tensors))
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
         return self.values.holds() and self._now() == self._known
-
-    def signature(self) -> int:
-        """Returns a number. Two states of a layer have the same number if nothing has changed between them. The number
-        keeps no object of the layer alive."""
-        addresses, trained = self._known
-        return hash((self.values.signature(), tuple(addresses), tuple(trained)))
 
 
 def _attention_names(modules: Iterable[nn.Module]) -> list[str]:
@@ -88,18 +70,7 @@ def _attention_names(modules: Iterable[nn.Module]) -> list[str]:
     return [name for name in names if name is not None]
 
 
-def attentions_of(layer: nn.Module) -> list[Any]:
-    """Returns the functions in transformers' table by which a layer attends."""
-    functions = map(attention_of, _attention_names(layer.modules()))
-    return [function for function in functions if function is not None]
-
-
 _IS_TRAINED = operator.attrgetter("requires_grad")
-
-
-def is_checkpointed(layer: Any) -> bool:
-    """Whether a checkpoint repeats the calls of a layer."""
-    return torch.is_grad_enabled() and bool(layer.training and getattr(layer, "gradient_checkpointing", False))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -111,25 +82,18 @@ _ELSEWHERE = (CHECKPOINT,)
 with a new function each time."""
 
 
+def _ignored(module: nn.Module) -> tuple[str, ...]:
+    """Returns the attributes of a module that do not count. TRL adds a hook to embeddings each time that it switches
+    checkpointing on; it makes embedded tokens require a gradient, which does not matter in a forward without
+    gradients."""
+    return (*_ELSEWHERE, *_HOOKS_BY_NAME) if isinstance(module, nn.Embedding) else _ELSEWHERE
+
+
 def collected_outputs() -> dict[str, list[Any]] | None:
     """Returns the lists that transformers' hooks write to at present (router logits, hidden states), by name; None
     where nothing is collected."""
     collector = _collector()
     return None if collector is None else collector.get() or None
-
-
-@contextlib.contextmanager
-def collects_into(lists: dict[str, list[Any]]) -> Iterator[None]:
-    """Inside the `with` block transformers' hooks append to these lists; an empty dict makes them collect nothing."""
-    collector = _collector()
-    if collector is None:
-        yield
-        return
-    token = collector.set(lists)
-    try:
-        yield
-    finally:
-        collector.reset(token)
 
 
 @functools.cache
@@ -139,11 +103,6 @@ def _collector() -> Any:
     except ImportError:  # before transformers 5 it gives modules another forward instead
         return None
     return _active_collector
-
-
-def hooked(layer: nn.Module) -> bool:
-    """Whether other code has hooked the layer or a module of it."""
-    return any(map(has_foreign_hooks, layer.modules()))
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
@@ -158,7 +117,7 @@ def has_foreign_hooks(module: nn.Module) -> bool:
 
 
 def is_saved_elsewhere() -> bool:
-    """Whether hooks take the tensors that autograd saves for backward. A checkpoint around a layer repeats the layer's
+    """Whether hooks take the tensors that autograd saves for backward. A checkpoint around a body repeats the body's
     call, and nothing in the call says so; tensors that hooks should offload would stay in the memory of graphs."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("there are some"):  # which raises an error
@@ -168,4 +127,4 @@ def is_saved_elsewhere() -> bool:
 
 
 SAVED_ELSEWHERE = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
-ON_ANOTHER_THREAD = "another thread called its layers first, and graphs are replayed on one thread"
+ON_ANOTHER_THREAD = "another thread called it first, and graphs are replayed on one thread"

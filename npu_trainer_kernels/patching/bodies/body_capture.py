@@ -6,7 +6,7 @@ that has room in its bounds, whatever the lengths of its rows. Bounds are powers
 
 A body is captured when it is called for the second time in one way (mode, dtype, kinds of arguments), and later for
 batches that have no room yet. What is compared before a replay, and which memory a backward may read, are the rules of
-captured layers (`layer_state`, `buckets`). What they do not allow runs the body's own code, and the report says why.
+`body_state` and `modes`. What they do not allow runs the body's own code, and the report says why.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ...capture import (
+    CapturedFunction,
     Owner,
-    Pieces,
     Reading,
     Reads,
     Refused,
@@ -47,19 +47,19 @@ from ..classes import GLOBAL_HOOKS
 from ..patch import PLAIN, PROBE_ERRORS, Site, is_transformed
 from ..undo import Undo
 from .body_costs import ByCosts, Costs, timed
-from .buckets import MOST_VARIANTS, NUMBERS, Mode, Turn
-from .call_arguments import CallArguments, Now, outputs_of
-from .counts import Counts, calls_apart
-from .layer_state import (
+from .body_state import (
     CHECKPOINT,
     ON_ANOTHER_THREAD,
     SAVED_ELSEWHERE,
-    LayerState,
+    BodyState,
     collected_outputs,
     has_foreign_hooks,
     is_saved_elsewhere,
 )
-from .stand_ins import exchanged, without_part
+from .call_arguments import CallArguments, outputs_of
+from .counts import Counts, calls_apart
+from .modes import MOST_VARIANTS, NUMBERS, Mode, Turn
+from .stand_ins import Exchanged, without_part
 
 __all__ = ["BodyCapture"]
 
@@ -69,12 +69,12 @@ class _Captured:
     """A body in one state, with one set of bounds: its graphs, or why there are none."""
 
     room: Room
-    state: LayerState
+    state: BodyState
     number: int
     """The number of the state: the graphs of one state with several bounds have the same."""
     kinds: Any
     """The kinds of its arguments."""
-    pieces: Pieces | None = None
+    function: CapturedFunction | None = None
     output: Any = None
     reason: str = ""
     ran: list[tuple[Site, int]] = field(default_factory=list)
@@ -111,10 +111,10 @@ class _Inputs:
         """Calls the body with other tensors in the places of these."""
         function = functools.partial(forward.kind.forward, forward.body)
         if self.table is None:
-            return self.flat.call(function, tensors)[0]
+            return self.flat.call(function, tensors)
         place = next(i for i, (_, t) in enumerate(self.flat.tensors) if t is self.ids)
         with without_part(forward.body, self.table, tensors[place], tensors[-1]):
-            return self.flat.call(function, tensors[:-1])[0]
+            return self.flat.call(function, tensors[:-1])
 
 
 class _PowersOfTwo:
@@ -146,7 +146,7 @@ class _Way:
 
     def with_room(self, row: Room) -> list[_Captured]:
         """Returns the graphs that a row has room in, those with the fewest tokens and segments first."""
-        fits = [one for one in self.captured if one.pieces is not None and one.room.for_row(row) is None]
+        fits = [one for one in self.captured if one.function is not None and one.room.for_row(row) is None]
         return sorted(fits, key=lambda one: (one.room.tokens, one.room.segments))
 
 
@@ -161,10 +161,10 @@ class BodyCapture(Counts):
     """
 
     def __init__(
-        self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool], auto: bool = False
+        self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool], *, auto: bool = False
     ) -> None:
         super().__init__()
-        self.on, self._auto = True, auto
+        self.on, self.auto = True, auto
         self._undo, self._sites, self._busy = undo, sites, busy
         self._bodies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._modes: dict[Any, Mode] = {}
@@ -186,6 +186,8 @@ class BodyCapture(Counts):
         }  # fmt: skip
 
     def __str__(self) -> str:
+        if not self.replayed + self.eager:
+            return "body graphs: none yet"
         seen = self.as_dict()
         line = (
             f"{self.replayed_line('body graphs')}; {seen['graphs']} graphs for {seen['buckets']} buckets; "
@@ -196,11 +198,11 @@ class BodyCapture(Counts):
 
     def _there(self) -> tuple[int, int] | None:
         """Returns the number of graphs, and of their bounds; None: there are none."""
-        rooms = {one.room for way in self._ways.values() for one in way.captured if one.pieces is not None}
+        rooms = {one.room for way in self._ways.values() for one in way.captured if one.function is not None}
         return (sum(each.graphs for each in self._graphs()), len(rooms)) if rooms else None
 
-    def _graphs(self) -> list[Pieces]:
-        return [one.pieces for way in self._ways.values() for one in way.captured if one.pieces is not None]
+    def _graphs(self) -> list[CapturedFunction]:
+        return [one.function for way in self._ways.values() for one in way.captured if one.function is not None]
 
     def install(self, model: nn.Module) -> None:
         """Lets the bodies in a model be captured. The patch that leaves padding out asks for it at each call."""
@@ -260,7 +262,7 @@ class BodyCapture(Counts):
         if tokens is None:
             return OWN_CODE_IS_FASTER
         new = batch.arguments(tokens, forward.by_columns)
-        flat = CallArguments(forward.kind.forward, (), new, True)
+        flat = CallArguments(new)
         # Tables of embeddings are large, and so are their gradients; and other code sets hooks on them.
         ids = new["input_ids"] if new.get("inputs_embeds") is None else None
         table = None if ids is None else _embeddings(forward)
@@ -268,7 +270,7 @@ class BodyCapture(Counts):
         alike = (one for one in fits if one.room.tokens == tokens and one.kinds == inputs.kinds)
         found = next((one for one in alike if one.state.holds()), None)
         found = found or self._another(way, row, tokens, forward, inputs, mode)
-        if found.pieces is None:
+        if found.function is None:
             return found.reason
         segments = uploaded(table_of(found.room, where.lengths, where.key_lengths, where.keys), device)
         self.replayed += 1
@@ -281,7 +283,7 @@ class BodyCapture(Counts):
         key = id(body), forward.inner, forward.backend, device, mode.keeps, cast, body.training
         if key not in self._ways:
             moves = any(isinstance(module, FSDPModule) for module in body.modules())
-            self._ways[key] = _Way(moves, ByCosts() if self._auto else _PowersOfTwo())
+            self._ways[key] = _Way(moves, ByCosts() if self.auto else _PowersOfTwo())
             return None
         return self._ways[key]
 
@@ -292,7 +294,7 @@ class BodyCapture(Counts):
             return batch.through(forward.kind, forward.body, forward.inner, forward.by_columns, forward.backend)[0]
 
         out, host, device = timed(batch.device, run)
-        choice.costs = Costs.of(forward.body, batch.computed, host, device)
+        choice.measured(Costs.of(forward.body, batch.computed, host, device))
         self.eager += 1
         return out
 
@@ -321,7 +323,7 @@ class BodyCapture(Counts):
     def _mode(self, where: torch.device, keeps: bool) -> Mode:
         """Returns the graphs' memory: one for forwards whose results stay until their backward, one for others."""
         if (where, keeps) not in self._modes:
-            self._modes[where, keeps] = Mode(recorder_for(where), keeps, None, ReplayedMemory())
+            self._modes[where, keeps] = Mode(recorder_for(where), keeps, ReplayedMemory())
         return self._modes[where, keeps]
 
     def _another(
@@ -338,7 +340,7 @@ class BodyCapture(Counts):
         states = {one.number for one in way.captured}
         number = alike[0].number if alike else next(NUMBERS)
         room = Room.around(row, tokens, [one.room for one in alike])
-        made = _Captured(room, LayerState(forward.body, tables=False), number, inputs.kinds)
+        made = _Captured(room, BodyState(forward.body), number, inputs.kinds)
         if len(states - {number}) >= MOST_VARIANTS:
             made.reason = f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
             return made
@@ -356,11 +358,11 @@ class BodyCapture(Counts):
     def _replayed(
         self, found: _Captured, body: nn.Module, inputs: _Inputs, segments: torch.Tensor, mode: Mode
     ) -> Any:  # fmt: skip
-        pieces = found.pieces
-        assert pieces is not None
+        function = found.function
+        assert function is not None
         tensors = [*inputs.tensors, segments]
         with torch.no_grad():
-            for buffer, tensor in zip(pieces.inputs, tensors, strict=True):
+            for buffer, tensor in zip(function.inputs, tensors, strict=True):
                 buffer.copy_(tensor)
         turn, done = None, None
         mode.memory.turn = next(NUMBERS)
@@ -369,10 +371,10 @@ class BodyCapture(Counts):
             mode.begins(turn)
             done = functools.partial(turn.pending.discard, id(body))
         # What is restored from the results is a copy.
-        results = pieces.run(tensors, Now(None, tensors), Reading((mode.memory,), turn), None, done)
+        results = function.run(tensors, Reading((mode.memory,), turn), done)
         for site, calls in found.ran:
             site.ran += calls
-        return found.output(results, [])
+        return found.output(results)
 
     # -- capturing ---------------------------------------------------------------------------------------------------
 
@@ -388,33 +390,32 @@ class BodyCapture(Counts):
         buffers.append(uploaded(table_of(room, lengths, lengths, index), buffers[0].device).clone())
         stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in body.parameters()}
         originals: dict[torch.Tensor, torch.Tensor] = {stand_ins[id(p)]: p for p in body.parameters()}
+        exchanged = Exchanged(body, stand_ins)
         puts: list[Any] = []
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             segments = BoundedSegments(tensors[-1], room)
-            packing = packing_for(body, body.get_submodule(forward.inner), segments, forward.backend, room.tokens)
+            packing = packing_for(body, body.get_submodule(forward.inner), segments, forward.backend)
 
             @contextlib.contextmanager
             def inside() -> Iterator[None]:
-                with packed_row(packing), exchanged(body, stand_ins):
+                with packed_row(packing), exchanged():
                     yield
 
             with inside(), _repeated_inside(body, inside):
                 out = inputs.call(forward, tensors[:-1])
-            results, put = outputs_of(out, [])
+            results, put = outputs_of(out)
             puts.append(put)
             return tuple(results)
 
         def watch(reads: Reads | None, settings: tuple[Any, ...]) -> Watched:
-            made.state = LayerState(body, tables=False, reads=reads, settings=settings)
+            made.state = BodyState(body, reads, settings)
             return made.state.values
 
         before = made.state
         try:
             with calls_apart(self._sites(), made.ran):
-                pieces = capture(
-                    function, buffers, originals, list(body.buffers()), mode.recorder, keeps=mode.keeps, watch=watch,
-                )  # fmt: skip
+                captured = capture(function, buffers, originals, list(body.buffers()), mode.recorder, watch=watch)
         except (Refused, Unserved) as error:
             made.state, made.reason = before, str(error)
             return
@@ -424,8 +425,8 @@ class BodyCapture(Counts):
         if not before.holds():
             made.reason = "a call of it changes its modules or parameters"
             return
-        made.pieces, made.output = pieces, puts[-1]
-        self.captured += pieces.graphs
+        made.function, made.output = captured, puts[-1]
+        self.captured += captured.graphs
         seconds = time.perf_counter() - begun
         self.seconds += seconds
         way.choice.captured(room.tokens, room.keys > 0, seconds)

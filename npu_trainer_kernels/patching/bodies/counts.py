@@ -1,4 +1,4 @@
-"""What the report says of captured layers and bodies, and the calls of ops that graphs stand for."""
+"""What the report says of captured bodies, and the calls of ops that graphs stand for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Counts:
     def replayed_line(self, what: str) -> str:
         """Returns the share of the calls that were replayed, and how many there were, for the report."""
         calls = self.replayed + self.eager
-        return f"{what}: {self.replayed / max(calls, 1):.0%} of {calls} calls replayed"
+        return f"{what}: {self.replayed / calls:.0%} of {calls} calls replayed"
 
     def reason_lines(self) -> list[str]:
         """Returns a line for each reason, for the report."""
