@@ -363,12 +363,13 @@ def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 
 
 def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
-    """Whether rows with neither a mask nor position ids are packed, since none of them has padding."""
+    """Whether rows with neither a mask nor position ids are packed, since none of them has padding. `fit`, whose ids
+    have no numbers and no device, asks for what an accelerator computes."""
     rows, call = _rows_of(given), current_call()
     if given.get("attention_mask") is not None or form.proof.mixes:
         return False
     if isinstance(rows, FakeTensor):
-        return _is_slow(form, rows)
+        return form.slow and call is not None and call.settings.full
     captured = call is not None and call.settings.bodies is not None  # such rows alone are captured
     return (captured or _is_slow(form, rows)) and given.get("position_ids") is None and torch.is_grad_enabled()
 
@@ -430,7 +431,7 @@ def _rows_of(given: dict[str, Any]) -> Any:
 
 def _is_slow(form: BodyForm, rows: Any) -> bool:
     """Whether rows without padding are worth packing, too: transformers' own operators of a state keep 15 times the
-    memory on an accelerator (docs/padding.md). `fit`, whose ids have no numbers, asks for what an accelerator does."""
+    memory on an accelerator (docs/padding.md). `fit`, whose ids have no device, asks for what an accelerator computes."""
     if isinstance(rows, FakeTensor):
         call = current_call()
         return form.slow and call is not None and call.settings.full
