@@ -115,8 +115,8 @@ test-transformers-before: test-names  ## what depends on transformers most, with
 
 # The same with all tests that depend on transformers, and a version of choice.
 VERSION ?= 5.22.2
-OF_TRANSFORMERS = $(addprefix tests/,capture convergence distributed families gains patching robustness rollouts training \
-	test_callback.py test_compiled.py test_options.py test_run.py)
+OF_TRANSFORMERS = $(addprefix tests/,capture cli convergence distributed families gains moves patching robustness rollouts \
+	training test_callback.py test_compiled.py test_options.py test_run.py test_warmup.py test_wrong_options.py)
 
 test-transformers: VERSIONS = transformers==$(VERSION)
 test-transformers: test-names  ## the quick suite of what depends on transformers, with another version: VERSION=5.22.2
