@@ -20,8 +20,9 @@ import torch
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
 
+from .draws import Draws
 from .models import build_model
-from .ranks import batch_of, free
+from .ranks import free
 from .results import Results, Row, environment
 from .step_cases import StepWorkload
 
@@ -43,7 +44,7 @@ def measure(workload: StepWorkload, dtype: torch.dtype, device: torch.device) ->
     on_card = device.type != "cpu"
     memory: Any = getattr(torch, device.type)
     model = build_model(workload.size).to(dtype)
-    batch = {name: value.to(device) for name, value in batch_of(workload, 0, 1).items()}
+    batch = {name: value.to(device) for name, value in Draws(workload, typical_from=0).batch(0).items()}
     seconds, peaks = [], []
     with apply_npu_kernels(model) as kernels:
         kernels.audit(lambda sentence: print(sentence, file=sys.stderr))

@@ -18,6 +18,7 @@ from .cases import table
 from .measure import QUICK, Settings
 from .options import GROUPS, PROGRAM, RESULTS, make_parser
 from .results import Results, Row, compare, default_name, environment, package_version
+from .run_times import LEAST_STEPS
 from .runner import Budget, Cell, DeviceLostError, cells, measured_bandwidth, run_case
 
 __all__ = ["main", "matcher", "write_reports"]
@@ -25,6 +26,7 @@ __all__ = ["main", "matcher", "write_reports"]
 EXIT_OK, EXIT_REGRESSION, EXIT_USAGE, EXIT_DEVICE_LOST = 0, 1, 2, 3
 # A child that builds a model and compiles kernels needs some time before its first step.
 LEAST_SECONDS_FOR_A_CHILD = 20.0
+QUICK_STEPS = 12
 
 
 def matches(path: str, pattern: str) -> bool:
@@ -48,8 +50,10 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[st
         parser.error(f"--groups must name {', '.join(GROUPS)}; got {args.groups!r}")
     if args.compare is not None and len(args.compare) > 2:
         parser.error(f"--compare takes one or two files; got {len(args.compare)}")
-    if args.steps is not None and args.steps < 1:
-        parser.error(f"--steps must be at least 1; got {args.steps}")
+    if args.steps is not None and args.steps < LEAST_STEPS:
+        parser.error(f"--steps must be at least {LEAST_STEPS}; got {args.steps}")
+    if args.variants is not None and not set(args.variants.split(",")) <= set(step_cases.VARIANTS):
+        parser.error(f"--variants must name {', '.join(step_cases.VARIANTS)}; got {args.variants!r}")
     if args.budget_seconds is not None and args.budget_seconds <= 0:
         parser.error(f"--budget-seconds must be positive; got {args.budget_seconds}")
     for path in [*args.resume, *(args.compare or []), *filter(None, (args.evidence, args.tables))]:
@@ -100,9 +104,11 @@ def _line(rows: Sequence[Row]) -> str:
         return f"{name}: {first['status']}: {first['reason']}"
     if first["group"] == "end-to-end":
         peak = first["peak_bytes"] / (1 << 30)
-        speed = f"{first['ms']['median']:.1f} ms, {first['tokens_per_second']:.0f} tokens/s"
+        busy = "" if first["busy_ms"] is None else f" ({first['busy_ratio']:.2f}x busy)"
+        speed = f"{first['mean_ms']:.1f} ms{busy}, median {first['ms']['median']:.1f}, all {first['mean_all_ms']:.1f}"
         live = f"{first['live_share']:.1%} of {first['positions']:.0f} positions live"
-        return f"{name}: {speed}, {peak:.2f} GiB, {live}, first loss {first['losses'][0]:.4g}"
+        what = f"{peak:.2f} GiB, {live}, first loss {first['losses'][0]:.4g}, {first['process_seconds']:.0f} s in all"
+        return f"{name}: {speed}, {first['tokens_per_second']:.0f} tokens/s, {what}"
     times = ", ".join(f"{r['mode']} {r['ms']['median']:.4g} ms ({r['floor_ratio']:.2f}x)" for r in rows)
     return f"{name}: {times}, {rows[-1]['extra_bytes'] / (1 << 20):.1f} MiB, {rows[-1]['verdict']}"
 
@@ -121,7 +127,11 @@ class _Run:
         return cells(chosen, self.wanted)
 
     def children(self) -> list[tuple[step_cases.StepWorkload, str]]:
-        pairs = [(w, v) for w in step_cases.workloads(self.device.type) for v in step_cases.variants_of(w)]
+        asked = list(step_cases.VARIANTS) if self.args.variants is None else self.args.variants.split(",")
+        pairs = [
+            (workload, variant) for workload in step_cases.workloads(self.device.type) for variant in asked
+            if variant in step_cases.variants_of(workload)
+        ]  # fmt: skip
         return [(w, v) for w, v in pairs if self.wanted(f"{w.key}/{v}")]
 
     def paths(self) -> list[str]:
@@ -177,10 +187,10 @@ class _Run:
     def _measure_children(self, results: Results, progress: Progress) -> None:
         todo = self.children()
         task = progress.add_task("end-to-end", total=len(todo))
-        steps = self.args.steps or (4 if self.args.quick else 10)
+        steps = self.args.steps or (QUICK_STEPS if self.args.quick else endtoend.STEPS)
         for workload, variant in todo:
             version = package_version(step_cases.VARIANTS[variant].package)
-            if not results.has(f"{workload.key}/{variant}/step", version):
+            if not results.has(f"{workload.key}/{variant}/run", version):
                 if self.budget.left() < LEAST_SECONDS_FOR_A_CHILD:
                     return
                 progress.update(task, description=f"end-to-end: {workload.name} {variant}")

@@ -12,11 +12,11 @@ tp      transformers' tensor-parallel plan for the model: all ranks have one bat
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --output benchmarks/results/two-gpus.json
 
-Weights and ids are random, and workloads are named, as in `endtoend.py`. `sft` has no Trainer, so only model, wrapper
-and optimiser are timed; ranks have different batches, except under tp. `grpo-trl` is TRL's trainer with fixed rollouts,
-wrapped by accelerate; collectives of the step's preparation count. TRL's trainer does not run under tp: instead there
-is `sft` with prompts, whose batches are like a GRPO update's, with layers checkpointed and the cross-entropy of the
-completions as its loss.
+Weights and ids are random, workloads are named, and each step has its own batch, as in `endtoend.py`. Ranks have
+different batches, which do not depend on the number of ranks; under tp all have the first rank's. `sft` has no Trainer,
+so only model, wrapper and optimiser are timed. `grpo-trl` is TRL's trainer with given rollouts, wrapped by accelerate;
+collectives of the step's preparation count. TRL's trainer does not run under tp: instead there is `sft` with prompts,
+whose batches are like a GRPO update's, with layers checkpointed and the cross-entropy of the completions as its loss.
 
 The LM head is also measured by itself: with the whole vocabulary on every rank ("alone"), and with a slice of the
 vocabulary on each rank ("tp"), whose loss and gradients are compared with the former's.
@@ -44,11 +44,13 @@ from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli.output import Output
 
 from .cli import matcher, write_reports
+from .endtoend import STEPS
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
 from .options import ONLY
 from .ranks import WAYS, WRAPPERS, free, time_head, train
 from .results import Results, Row, environment, key_of, package_version
+from .run_times import LEAST_STEPS
 from .runner import ERRORS, Budget
 from .step_cases import VARIANTS, StepWorkload
 
@@ -86,12 +88,11 @@ def plan(kind: str) -> list[Part]:
     updates = {
         which: StepWorkload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths=which, group=2) for which in DISTRIBUTIONS
     }
-    completions = [StepWorkload("sft", w.size, w.batch, w.length, w.prompt, lengths=w.lengths, group=w.group)
-                   for w in updates.values()]  # fmt: skip
+    completions = [replace(workload, name="sft") for workload in updates.values()]
     whole_rows, experts = StepWorkload("sft", "llama-1b", 4, 2048), StepWorkload("sft", "qwen3-moe", 8, 2048)
     as_they_are = StepWorkload("sft", "llama-1b", 4, 2048, lengths="exponential")
     # One prompt for all rows of a rank.
-    one_prompt = StepWorkload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential")
+    one_prompt = StepWorkload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential", whole_prompts=True)
     # Larger batches, for which the kernels leave memory: the device, not the host, limits the step.
     with_more_rows = [
         replace(workload, batch=times * workload.batch) for workload, times in (
@@ -99,7 +100,10 @@ def plan(kind: str) -> list[Part]:
             (one_prompt, 4),
         )
     ]  # fmt: skip
+    # So short that the host limits it.
+    short = StepWorkload("grpo-trl", "qwen3-0.6b", 8, 512, 128, lengths="exponential")
     return [
+        (short, _DATA, ("plain", "flag", "flag-eager", "flag-body")),
         (whole_rows, _DATA, _PEERS),
         (whole_rows, _TENSOR, _PEERS[:2]),
         (updates["exponential"], _DATA, _PEERS),
@@ -107,8 +111,8 @@ def plan(kind: str) -> list[Part]:
         (updates["even"], _DATA, _PEERS),
         *((workload, _TENSOR, _PEERS[:2]) for workload in completions),
         (as_they_are, _DATA, WITH_SIZE),
-        (as_they_are, _DATA, ("flag-captured", "flag-eager")),
-        (one_prompt, _DATA, ("flag-captured", "flag-eager")),
+        (as_they_are, _DATA, ("flag-body", "flag-eager")),
+        (one_prompt, _DATA, ("flag-body", "flag-eager")),
         (updates["exponential"], _DATA[1:], ("flag-unbalanced",)),
         (experts, _DATA, _PEERS[2:]),
         (one_prompt, _DATA, _PEERS),
@@ -135,7 +139,7 @@ def _row(workload: StepWorkload, wrapper: str, variant: str) -> Row:
         "group": "end-to-end", "op": f"{workload.name}-{wrapper}", "shape": shape,
         "sizes": {**sizes, "lengths": workload.lengths, "group": workload.group, "least": 0},
         "dtype": MODELS[workload.size][2], "provider": variant,
-        "version": package_version(VARIANTS[variant].package), "mode": "step", "status": "ok",
+        "version": package_version(VARIANTS[variant].package), "mode": "run", "status": "ok",
     }  # fmt: skip
 
 
@@ -181,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--group", type=int, help="with --size: rows of one prompt (default: 8)")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help=ONLY)
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="the opposite of --only")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed training steps of a run (default %(default)s)")
     parser.add_argument("--budget-seconds", type=float, default=None,
                         help="begin no row after so many; the next run goes on (default: no limit)")  # fmt: skip
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
@@ -195,8 +199,8 @@ def _checked(arguments: Sequence[str]) -> argparse.Namespace:
     given = [name for name in OF_ONE if getattr(args, name) is not None]
     if given and args.size is None:
         parser.error(f"--{given[0]} goes with --size")
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1; got {args.steps}")
+    if args.steps < LEAST_STEPS:
+        parser.error(f"--steps must be at least {LEAST_STEPS}; got {args.steps}")
     if args.budget_seconds is not None and args.budget_seconds <= 0:
         parser.error(f"--budget-seconds must be positive; got {args.budget_seconds}")
     return args
@@ -286,7 +290,7 @@ def _line(row: Row) -> str:
     if row["group"] == "ops":
         return f"{start} {row['ms']['median']:.2f} ms, {row['extra_bytes'] / (1 << 20):.0f} MiB, {row['errors']}"
     peak = row["peak_bytes"] / (1 << 30)
-    return (f"{start} {row['ms']['median']:.1f} ms, {row['tokens_per_second']:.0f} tokens/s, {peak:.2f} GiB, "
+    return (f"{start} {row['mean_ms']:.1f} ms, {row['tokens_per_second']:.0f} tokens/s, {peak:.2f} GiB, "
             f"{row['live_share']:.1%} live, {row['collectives']}")  # fmt: skip
 
 

@@ -48,6 +48,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    "qwen2.5-1.5b": (
+        "Qwen2",
+        {
+            "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+            "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
     "qwen3-4b": ("Qwen3", _QWEN3_4B, "bfloat16"),
     "qwen3-4b-8-layers": ("Qwen3", {**_QWEN3_4B, "num_hidden_layers": 8}, "bfloat16"),
     "gemma3-1b": (

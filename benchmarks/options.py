@@ -36,9 +36,10 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
         "--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}, in this order; default all"
     )
     parser.add_argument("--quick", action="store_true", help="fewer samples, fewer steps")
-    parser.add_argument(
-        "--steps", type=int, default=None, help="timed training steps, end to end (default 10, quick 4)"
-    )
+    parser.add_argument("--steps", type=int, default=None,
+                        help="timed training steps of a run, end to end (default 50, quick 12)")  # fmt: skip
+    parser.add_argument("--variants", default=None, metavar="NAMES",
+                        help="end to end, these variants in this order, as plain,flag (default: all)")  # fmt: skip
     parser.add_argument("--output", type=Path, default=output, help=f"folder for the results (default {output})")
     parser.add_argument("--name", default=None, help="file name without ending (default <date>-<device>)")
     parser.add_argument("--resume", action="append", type=Path, default=[], metavar="FILE",

@@ -24,16 +24,17 @@ from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.ops import fused_linear_cross_entropy
 from npu_trainer_kernels.ops import launch as launch_module
 
-from .lengths import lengths, prompt_lengths
-from .measure import Summary, as_json, summarise, verdict
+from .draws import Draws, live_tokens
+from .measure import as_json, summarise, verdict
 from .models import MODELS, build_model, model_class
 from .results import Row
+from .run_times import figures
 from .step_cases import VARIANTS, StepWorkload
 from .step_clock import Clock
-from .steps import build_trainer, kernels_of, patch_with_liger, ran
+from .steps import bodies_replayed, build_trainer, captured, kernels_of, patch_with_liger, ran, reports_of
 
 __all__ = [
-    "WAYS", "WRAPPERS", "Peak", "batch_of", "covered", "free", "last_step_profiled", "time_head", "train",
+    "WAYS", "WRAPPERS", "Peak", "covered", "free", "last_steps_profiled", "time_head", "train",
     "what_ran",
 ]  # fmt: skip
 
@@ -41,34 +42,8 @@ WRAPPERS = ("alone", "ddp", "fsdp2", "tp", "fsdp2-gathered")
 # FSDP2's `reshard_after_forward`: whether it frees a layer's gathered weights between its forward and its backward.
 _FSDP2 = {"fsdp2": True, "fsdp2-gathered": False}
 WARMUP = 3
-_IGNORED = -100
 # The number of kernels that a profile lists.
 _LARGEST = 10
-
-
-def batch_of(workload: StepWorkload, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Returns a rank's batch for every step: ids and labels `[batch, length]`, and a mask if lengths differ."""
-    drawn = torch.Generator().manual_seed(2 + rank)
-    vocab, rows = MODELS[workload.size][1]["vocab_size"], workload.batch
-
-    def ids(*shape: int) -> torch.Tensor:
-        return torch.randint(3, vocab, shape, generator=drawn)
-
-    if not workload.lengths:
-        whole = ids(rows, workload.prompt + workload.length)
-        return {"input_ids": whole, "labels": whole}
-    # The quantiles are distributed over the ranks: their token counts differ, and together follow the distribution.
-    mine = lengths(workload.lengths, rows * world, workload.length)[rank::world]
-    columns = torch.arange(workload.prompt + max(mine))
-    end = workload.prompt + torch.tensor(mine)
-    groups = max(1, rows // workload.group)
-    begin = workload.prompt - torch.tensor(prompt_lengths(groups, workload.prompt) if workload.prompt else [0] * groups)
-    of_row = torch.arange(rows) * groups // rows
-    live = (columns >= begin[of_row].unsqueeze(1)) & (columns < end.unsqueeze(1))
-    prompts, completions = ids(groups, workload.prompt), ids(rows, max(mine))
-    found = torch.cat((prompts[of_row], completions), 1).masked_fill(~live, 0)
-    labels = found.masked_fill(~live | (columns < workload.prompt), _IGNORED)
-    return {"input_ids": found, "attention_mask": live.long(), "labels": labels}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,13 +60,14 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
-    """Returns `collectives`, the number of runs of each on the device, or of its calls on a CPU; and on CUDA
-    `profiled`, the device's busy milliseconds, the number of its kernels and copies, and the slowest kernels.
+def what_ran(events: Iterable[Any], on_cuda: bool, steps: int = 1) -> Row:
+    """Returns for the average step `collectives`, the number of runs of each on the device, or of its calls on a CPU;
+    and on CUDA `profiled`, the device's busy milliseconds, the number of its kernels and copies, and the slowest ones.
 
     Args:
-        events: Kineto's events of a profiled step.
+        events: Kineto's events of the profiled steps.
         on_cuda: whether the events include the device's kernels.
+        steps: the number of steps.
     """
     pattern = r"ncclDevKernel_([A-Za-z]+)" if on_cuda else r"c10d::(\w+)"
     names, talk, other = collections.Counter[str](), list[tuple[int, int]](), list[tuple[int, int]]()
@@ -105,14 +81,14 @@ def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
         (talk if match else other).append((event.start_ns(), event.start_ns() + event.duration_ns()))
         count[event.name()] += 1
         taken[event.name()] += event.duration_ns()
-    found: Row = {"collectives": dict(sorted(names.items()))}
+    found: Row = {"collectives": {name: round(number / steps) for name, number in sorted(names.items())}}
     if on_cuda:
         busy = covered([*talk, *other])
         times = {"device_busy_ms": busy, "communication_ms": covered(talk), "exposed_ms": busy - covered(other)}
-        found["profiled"] = {name: nanoseconds / 1e6 for name, nanoseconds in times.items()} | {
-            "events": count.total(),
+        found["profiled"] = {name: nanoseconds / 1e6 / steps for name, nanoseconds in times.items()} | {
+            "events": round(count.total() / steps),
             "largest": [
-                {"kernel": name[:120], "ms": nanoseconds / 1e6, "launches": count[name]}
+                {"kernel": name[:120], "ms": nanoseconds / 1e6 / steps, "launches": round(count[name] / steps)}
                 for name, nanoseconds in taken.most_common(_LARGEST)
             ],
         }  # fmt: skip
@@ -120,11 +96,11 @@ def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
 
 
 class _StepProfile:
-    """Profiles one step, which begins at the end of the constructor, on all ranks at once."""
+    """Profiles steps, the first of which begins at the end of the constructor, on all ranks at once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, steps: int = 1) -> None:
         kinds = torch.profiler.ProfilerActivity
-        self._device = device
+        self._device, self._steps = device, steps
         # On CUDA the host's calls are not recorded: that slows the host down, and the step may wait for it.
         self._profile: Any = torch.profiler.profile(
             activities=[kinds.CUDA if device.type == "cuda" else kinds.CPU],
@@ -150,17 +126,20 @@ class _StepProfile:
         self._start = time.perf_counter()
 
     def stop(self) -> Row:
-        """Returns the fields of `what_ran`, and on CUDA the step's time, the host's time in it, and the number of our
-        launches."""
+        """Returns the fields of `what_ran`, and on CUDA the average step's time, the host's time in it, and the number
+        of our launches."""
         host = time.perf_counter() - self._start
         devices.synchronize(self._device)
         step = time.perf_counter() - self._start
         self._counting.stop()
         self._profile.stop()
         # `events()` of the profiler would take seconds to build a tree.
-        found = what_ran(self._profile.profiler.kineto_results.events(), self._device.type == "cuda")
+        found = what_ran(self._profile.profiler.kineto_results.events(), self._device.type == "cuda", self._steps)
         if "profiled" in found:
-            found["profiled"] |= {"step_ms": step * 1e3, "host_ms": host * 1e3, "launches_of_ours": self._launches}
+            found["profiled"] |= {
+                "step_ms": step * 1e3 / self._steps, "host_ms": host * 1e3 / self._steps,
+                "launches_of_ours": round(self._launches / self._steps),
+            }  # fmt: skip
         return found
 
 
@@ -168,6 +147,10 @@ def _profiled(step: Callable[[], object], device: torch.device) -> Row:
     profile = _StepProfile(device)
     step()
     return profile.stop()
+
+
+def _busy_ms(profiled: Row) -> float | None:
+    return profiled["profiled"]["device_busy_ms"] if "profiled" in profiled else None
 
 
 class Peak:
@@ -183,24 +166,27 @@ class Peak:
         return 0 if self._module is None else self._module.max_memory_allocated(self._device)
 
 
-def _of_all(mine: Summary, peak: int, live: int, positions: int, one_batch: bool) -> Row:
+def _of_all(
+    seconds: list[float], peak: int, live: list[int], positions: list[int], one_batch: bool, busy_ms: float | None
+) -> Row:
     """Combines the results of all ranks: the slowest rank's times, the highest peak, all tokens.
 
     Args:
-        mine: the times of this rank's steps, in milliseconds.
+        seconds: the times of this rank's timed steps, except the first.
         peak: the peak bytes on this rank.
-        live: the tokens of this rank's step.
-        positions: the positions of this rank's step.
-        one_batch: whether all ranks have the same batch.
+        live: the tokens of each of this rank's steps.
+        positions: the positions of each of this rank's steps.
+        one_batch: whether all ranks have the same batches.
+        busy_ms: how long this rank's device is busy in a step; None: that is not known.
     """
     every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, (mine, peak, live, positions))
-    summary = max((found[0] for found in every), key=lambda found: found.median)
-    live, positions = ((n if one_batch else sum(found[i] for found in every)) for i, n in ((2, live), (3, positions)))
-    return {
-        "ms": as_json(summary), "tokens": live, "positions": positions, "live_share": live / positions,
-        "tokens_per_second": live / summary.median * 1e3, "peak_bytes": max(found[1] for found in every),
-    }  # fmt: skip
+    distributed.all_gather_object(every, (seconds, peak, live, positions, busy_ms))
+    slowest = max(every, key=lambda found: sum(found[0]))
+    counted = every[:1] if one_batch else every
+    tokens, with_padding = (
+        [sum(of_step) for of_step in zip(*(found[i] for found in counted), strict=True)] for i in (2, 3)
+    )
+    return {**figures(slowest[0], tokens, with_padding, slowest[4]), "peak_bytes": max(found[1] for found in every)}
 
 
 @contextlib.contextmanager
@@ -222,7 +208,7 @@ def train(workload: StepWorkload, wrapper: str, variant: str, steps: int, device
         workload: the workload of each rank.
         wrapper: one of `WRAPPERS`.
         variant: a key of `VARIANTS`; the kernels are applied before the model is wrapped, and after tp slices it.
-        steps: the number of timed steps.
+        steps: the number of timed steps, at least `LEAST_STEPS`; one more is profiled.
         device: the device of this rank.
 
     Raises:
@@ -296,19 +282,23 @@ def _train_in_a_loop(workload: StepWorkload, wrapper: str, variant: str, steps: 
     )
     with kernels or contextlib.nullcontext():
         found = _loop(_wrap(model, wrapper, device), workload, wrapper == "tp", steps, device)
-    return {**found, "ran": kernels.report().ran if kernels else {}}
+    reports = [] if kernels is None else [kernels.report()]
+    return {**found, "ran": reports[0].ran if reports else {}, **captured(reports)}
 
 
 def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, device: torch.device) -> Row:
     kinds = _by_kind(list(model.parameters()))
     # The Trainer's default. Without `fused`, AdamW passes over memory, and through DTensor, several times.
     optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5, fused=True)
-    place = (0, 1) if one_batch else (distributed.get_rank(), distributed.get_world_size())
-    batch = {name: t.to(device) for name, t in batch_of(workload, *place).items()}
+    rank, draws = 0 if one_batch else distributed.get_rank(), Draws(workload, typical_from=steps)
+    batches = [draws.batch(number, rank) for number in range(steps + 1)]
+    live = [live_tokens(batch) for batch in batches]
+    positions = [batch["input_ids"].numel() for batch in batches]
+    batches = [{name: t.to(device) for name, t in batch.items()} for batch in batches]
     losses, norms, clock = list[torch.Tensor](), list[torch.Tensor](), Clock(device)
 
-    def step() -> None:
-        loss = model(**batch, use_cache=False).loss
+    def step(number: int) -> None:
+        loss = model(**batches[number], use_cache=False).loss
         loss.backward()
         norm = _clip(kinds, 1.0)
         optimizer.step()
@@ -318,15 +308,14 @@ def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, devic
         norms.append(norm)
 
     peak = Peak(device)
-    for _ in range(WARMUP + steps):
-        step()
+    for number in range(steps):
+        step(number)
         clock.tick()
-    times = [seconds * 1e3 for seconds in clock.seconds()[WARMUP - 1 :]]
-    ids = batch["input_ids"]
-    live = int(batch["attention_mask"].sum()) if "attention_mask" in batch else ids.numel()
-    found = _of_all(summarise(times), peak.bytes(), live, ids.numel(), one_batch)
+    peak_bytes, seconds = peak.bytes(), clock.seconds()
+    profiled = _profiled(lambda: step(steps), device)
+    found = _of_all(seconds, peak_bytes, live, positions, one_batch, _busy_ms(profiled))
     told = {"losses": [t.item() for t in losses], "grad_norms": [t.item() for t in norms]}
-    return {**found, **told, **_profiled(step, device)}
+    return {**found, **told, **profiled}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -432,22 +421,23 @@ def _check_wrapped(model: Any, wrapper: str) -> None:
 
 
 @contextlib.contextmanager
-def last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterator[Row]:
-    """Profiles step number `steps`, including the preparation of its batch."""
+def last_steps_profiled(trainer: Any, steps: int, device: torch.device, count: int = 1) -> Iterator[Row]:
+    """Profiles the last `count` of `steps` steps, including the preparation of their batches."""
     from transformers import TrainerCallback
 
     found: Row = {}
 
     class Profiled(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == steps - 1:
-                self.profile = _StepProfile(device)
+            if state.global_step == steps - count:
+                self.profile = _StepProfile(device, count)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == steps:
                 found.update(self.profile.stop())
 
-    trainer.add_callback(Profiled())
+    if count:
+        trainer.add_callback(Profiled())
     yield found
 
 
@@ -459,27 +449,25 @@ def _train_with_its_trainer(
         raise ValueError(f"{workload.name} is not run under {wrapper!r}, but under {others}")
     clock = Clock(device)
     # The last step is profiled, and its time does not count.
-    total = WARMUP + steps + 1
+    total = steps + 1
     with (
         mock.patch.dict(os.environ, _for_accelerate(workload, wrapper)),
         tempfile.TemporaryDirectory() as folder,
     ):
-        trainer, seen = build_trainer(workload, VARIANTS[variant], total, folder, clock)
+        trainer, seen = build_trainer(workload, VARIANTS[variant], total, folder, clock, typical=1)
         if wrapper == "alone":
             wrap = trainer.accelerator.prepare_model
             trainer.accelerator.prepare_model = lambda model, **given: wrap(model, **{**given, "evaluation_mode": True})
         peak = Peak(device)
-        with last_step_profiled(trainer, total, device) as profiled:
+        with last_steps_profiled(trainer, total, device) as profiled:
             trainer.train()
         _check_wrapped(trainer.model_wrapped, wrapper)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    times = [seconds * 1e3 for seconds in clock.seconds()[WARMUP - 1 : -1]]
-    found = _of_all(
-        summarise(times), peak.bytes(), round(seen.live / seen.batches), round(seen.all / seen.batches), one_batch=False
-    )
+    found = _of_all(clock.seconds()[:-1], peak.bytes(), seen.live, seen.all, False, _busy_ms(profiled))
     return {
         **found, "losses": [entry["loss"] for entry in logged],
-        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "ran": ran(trainer), **profiled,
+        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "ran": ran(trainer),
+        **captured(reports_of(trainer)), "bodies_replayed": bodies_replayed(logged), **profiled,
     }  # fmt: skip
 
 

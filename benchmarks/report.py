@@ -112,6 +112,12 @@ E2E_COLUMNS = (
     "shape",
     "variant",
     "step ms",
+    "median",
+    "all steps",
+    "device busy",
+    "step / busy",
+    "replayed",
+    "capturing s",
     "live tokens/s",
     "live positions",
     "peak GiB",
@@ -133,6 +139,17 @@ def _live(row: Row) -> str:
     return f"{row['live_share']:.1%} of {row['positions']:.0f}" if "live_share" in row else ""
 
 
+def _run_times(row: Row) -> list[str]:
+    """Returns the times of a step and of what was captured; older rows, whose steps had one batch, have a median."""
+    busy, ratio, replayed = (row.get(name) for name in ("busy_ms", "busy_ratio", "bodies_replayed"))
+    mean, every = (f"{row[name]:.4g}" if name in row else "" for name in ("mean_ms", "mean_all_ms"))
+    return [
+        mean, _ms(row), every, "" if busy is None else f"{busy:.4g}", "" if ratio is None else f"{ratio:.2f}",
+        "" if replayed is None else f"{replayed:.0%}",
+        f"{row['capture_seconds']:.1f}" if "capture_seconds" in row else "",
+    ]  # fmt: skip
+
+
 def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
     of_group = _of(rows, group="end-to-end")
     lines = []
@@ -142,14 +159,15 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
         for row in of_shape:
             start = [op, shape, row["provider"]]
             if row["status"] != "ok":
-                lines.append([*start, f"{row['status']}: {row['reason']}", "", "", "", "", "", ""])
+                reason = f"{row['status']}: {row['reason']}"
+                lines.append([*start, reason, *[""] * (len(E2E_COLUMNS) - len(start) - 1)])
                 continue
             # Without a plain row there are no ratios.
             found = compared.get(row["provider"], (1.0, 1.0) if row["provider"] == "plain" else ())
             speed, memory = [f"{x:.3f}" for x in found] or ["", ""]
             lines.append([
-                *start, _ms(row), f"{row['tokens_per_second']:.0f}", _live(row), f"{row['peak_bytes'] / (1 << 30):.3f}",
-                speed, memory, _agreement(row, of_shape),
+                *start, *_run_times(row), f"{row['tokens_per_second']:.0f}", _live(row),
+                f"{row['peak_bytes'] / (1 << 30):.3f}", speed, memory, _agreement(row, of_shape),
             ])  # fmt: skip
     return lines
 
@@ -185,7 +203,8 @@ def _kept_lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 PROFILED_COLUMNS = (
-    "workload", "shape", "variant", "rank", "step", "host", "device", "communication", "of it alone", "idle",
+    "workload", "shape", "variant", "rank", "step", "host", "preparation", "device", "communication", "of it alone",
+    "idle",
 )  # fmt: skip
 
 
@@ -195,8 +214,8 @@ def _profiled_lines(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows:
         ranks = [row["profiled"], *row.get("profiled_others", [])] if row.get("profiled") else []
         for rank, found in enumerate(ranks):
-            names = ("step_ms", "host_ms", "device_busy_ms", "communication_ms", "exposed_ms")
-            times = [*(found[name] for name in names), found["step_ms"] - found["device_busy_ms"]]
+            names = ("step_ms", "host_ms", "preparation_ms", "device_busy_ms", "communication_ms", "exposed_ms")
+            times = [*(found.get(name, 0.0) for name in names), found["step_ms"] - found["device_busy_ms"]]
             lines.append([row["op"], row["shape"], row["provider"], str(rank), *(f"{ms:.1f}" for ms in times)])
     return lines
 
@@ -227,14 +246,18 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
         text += ["", f"Copy bandwidth in this run: {copied / 1e9:.0f} GB/s (read plus written)."]
     lines = _end_to_end_lines(rows)
     if lines:
-        text += ["", "## End to end", "", *_markdown_table(E2E_COLUMNS, lines)]
+        text += ["", "## End to end", "",
+                 "Each step has its own lengths. Step ms: the mean of steps 11 to the last, with what was captured in "
+                 "them. All steps: the mean of those after the third. The median is that of the second half. Rows with "
+                 "a median alone had one batch for all steps.", "", *_markdown_table(E2E_COLUMNS, lines)]  # fmt: skip
     kept = _kept_lines(rows)
     if kept:
         text += ["", "What wrapping leaves of the gain that a variant has alone:", "",
                  *_markdown_table(KEPT_COLUMNS, kept)]  # fmt: skip
     profiled = _profiled_lines(rows)
     if profiled:
-        text += ["", "One more step, profiled; ms. Host: until Python had asked for all of it. "
+        text += ["", "More steps, profiled; ms a step. Host: until Python had asked for all of it; of it "
+                 "preparation of the batch, which is no part of the times above. "
                  "Device: while any kernel ran. Communication has waiting for the other ranks in it.", "",
                  *_markdown_table(PROFILED_COLUMNS, profiled)]  # fmt: skip
     text += _split_heads(rows)

@@ -29,9 +29,10 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.patching.body.layout import DEAD, layout
 
+from .draws import Draws, live_tokens
 from .measure import as_json, summarise
 from .models import MODELS, build_model
-from .ranks import Peak, batch_of, free
+from .ranks import Peak, free
 from .results import Results, Row, environment, key_of, package_version
 from .runner import ERRORS
 from .step_cases import StepWorkload
@@ -57,9 +58,14 @@ def batches(kind: str) -> list[StepWorkload]:
     ]
 
 
+def _batch(workload: StepWorkload) -> dict[str, torch.Tensor]:
+    """Returns the workload's batch of typical lengths."""
+    return Draws(workload, typical_from=0).batch(0)
+
+
 def saved(workload: StepWorkload) -> float:
     """Returns the fraction of its batch's tokens that sharing saves."""
-    batch = batch_of(workload, 0, 1)
+    batch = _batch(workload)
     with sharing_from(0.0):
         found = layout(np.where(batch["attention_mask"], batch["input_ids"], DEAD), share=True)
     if isinstance(found, str):
@@ -82,7 +88,7 @@ def measure(model: Any, kernels: Any, workload: StepWorkload, samples: int, devi
     Raises:
         RuntimeError: batches were not packed, without which nothing is shared.
     """
-    batch = {name: t.to(device) for name, t in batch_of(workload, 0, 1).items()}
+    batch = {name: t.to(device) for name, t in _batch(workload).items()}
     clock, losses, peaks, packed = Clock(device), [], [], kernels.report().ran.get(PACKING_OP, 0)
     clock.tick()
     for _ in range(WARM_UP + samples):
@@ -99,7 +105,7 @@ def measure(model: Any, kernels: Any, workload: StepWorkload, samples: int, devi
     if report.ran.get(PACKING_OP, 0) - packed < len(losses):
         raise RuntimeError(f"{PACKING_OP} has not served every step: {report.text(full=True)}")
     times = [seconds * 1e3 for seconds in clock.seconds()]
-    row: Row = {"share": saved(workload), "tokens": int(batch["attention_mask"].sum())}
+    row: Row = {"share": saved(workload), "tokens": live_tokens(batch)}
     for number, way in enumerate(_WAYS):
         timed = slice(len(_WAYS) * WARM_UP + number, None, len(_WAYS))
         row[way] = {

@@ -16,6 +16,9 @@ class Clock:
         self.device = device
         self._ends: list[tuple[Any, list[tuple[Any, Any]]]] = []
         self._pauses: list[tuple[Any, Any]] = []
+        self._on_the_host = 0.0
+        # How many seconds the host prepared each step.
+        self.prepared: list[float] = []
 
     def _now(self) -> Any:
         import torch
@@ -32,15 +35,17 @@ class Clock:
     def tick(self) -> None:
         """Records the end of a step."""
         self._ends.append((self._now(), self._pauses))
-        self._pauses = []
+        self.prepared.append(self._on_the_host)
+        self._pauses, self._on_the_host = [], 0.0
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[None]:
         """Excludes the time inside the block."""
-        start = self._now()
+        start, begun = self._now(), time.perf_counter()
         try:
             yield
         finally:
+            self._on_the_host += time.perf_counter() - begun
             self._pauses.append((start, self._now()))
 
     def seconds(self) -> list[float]:

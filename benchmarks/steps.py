@@ -1,48 +1,51 @@
 """Builds the trainers whose steps `endtoend.py` times, as a user would, with the model and data of a workload.
 
-The positions of every batch, and the tokens among them, are counted before the step.
+Each step has the batch that `draws.py` draws for its number. The positions of every batch, and the tokens among them,
+are counted before the step.
 """
 
 import contextlib
 import copy
 import functools
 import importlib
+import itertools
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
 from . import flash
-from .lengths import lengths, prompt_lengths
+from .draws import Draws
 from .models import MODELS, build_model
 from .step_cases import StepVariant, StepWorkload
 from .step_clock import Clock
 
 __all__ = [
-    "PACKING_OP", "TRAINERS", "Positions", "build_trainer", "captured", "kernels_of", "patch_with_liger", "ran",
-    "sharing_from",
+    "PACKING_OP", "TRAINERS", "Positions", "bodies_replayed", "build_trainer", "captured", "kernels_of",
+    "patch_with_liger", "ran", "reports_of", "sharing_from",
 ]  # fmt: skip
 
 # The op that skips padding and computes common prefixes once.
 PACKING_OP = "varlen_attention"
+# The steps between two entries of the Trainer's log, of which one is after the first step.
+LOGGED = 10
 
 
 @dataclass
 class Positions:
-    """Counts of the batches, of their positions, and of the positions that are tokens, not padding."""
+    """Counts of the positions of each batch, and of those that are tokens, not padding."""
 
-    live: int = 0
-    all: int = 0
-    batches: int = 0
+    live: list[int] = field(default_factory=list)
+    all: list[int] = field(default_factory=list)
 
     def count(self, *masks: Any) -> None:
         """Counts a batch by its masks, which may have different widths."""
-        self.batches += 1
-        self.all += sum(mask.numel() for mask in masks)
-        self.live += sum(int(mask.sum()) for mask in masks)
+        self.all.append(sum(mask.numel() for mask in masks))
+        self.live.append(sum(int(mask.sum()) for mask in masks))
 
     def counted(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns a collator that counts its batches."""
@@ -66,14 +69,15 @@ def _clock_callback(clock: Clock) -> Any:
     return ClockCallback()
 
 
-def _tokenizer() -> Any:
-    """Returns a tokenizer of digits, for which a prompt of n characters has n tokens."""
+def _tokenizer(size: str) -> Any:
+    """Returns a tokenizer of a model's vocabulary, in which the word of an id is its number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: i + 3 for i, c in enumerate("0123456789")}
-    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = ("<pad>", "<eos>", "<unk>")
+    words = [*special, *map(str, range(len(special), MODELS[size][1]["vocab_size"]))]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
@@ -84,21 +88,11 @@ def _arguments(variant: StepVariant, batch: int, steps: int, folder: str) -> dic
 
     return {
         "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": batch,
-        "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_first_step": True, "logging_steps": steps,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 1, "torch_compile": variant.compiled,
+        "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_first_step": True,
+        "logging_steps": min(LOGGED, steps), "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 1,
+        "torch_compile": variant.compiled,
         "use_cpu": devices.accelerator() == "cpu" or not torch.accelerator.is_available(),
     }  # fmt: skip
-
-
-def _random_ids(workload: StepWorkload, count: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
-    """Returns sequences with the workload's lengths, whose quantiles are distributed over the ranks."""
-    import torch
-
-    vocab, drawn = MODELS[workload.size][1]["vocab_size"], torch.Generator().manual_seed(2 + rank)
-    if not workload.lengths:
-        return torch.randint(3, vocab, (count, workload.length), generator=drawn).tolist()
-    found = lengths(workload.lengths, count * ranks, workload.length)[rank::ranks]
-    return [torch.randint(3, vocab, (length,), generator=drawn).tolist() for length in found]
 
 
 def patch_with_liger(model: Any, own_head: bool) -> None:
@@ -135,7 +129,7 @@ def _model_of_unsloth(workload: StepWorkload, folder: str) -> Any:
     saved = str(Path(folder) / "model")
     length = workload.prompt + workload.length
     build_model(workload.size, None, length).save_pretrained(saved)
-    _tokenizer().save_pretrained(saved)
+    _tokenizer(workload.size).save_pretrained(saved)
     model = FastLanguageModel.from_pretrained(
         saved, max_seq_length=length, dtype=getattr(torch, MODELS[workload.size][2]), load_in_4bit=False,
         full_finetuning=not workload.lora, local_files_only=True,
@@ -179,19 +173,29 @@ def ran(trainer: Any) -> dict[str, int]:
         return dict(packed.HF_PACKED_ATTENTION_STATS)
     if flash.CALLS:
         return dict(flash.CALLS)
-    return {op: calls for report in _reports(trainer) for op, calls in report.ran.items()}
+    return {op: calls for report in reports_of(trainer) for op, calls in report.ran.items()}
 
 
-def _reports(trainer: Any) -> list[Any]:
+def reports_of(trainer: Any) -> list[Any]:
+    """Returns the reports of our callbacks in a trainer."""
     from npu_trainer_kernels import NpuKernelsCallback
 
     return [c.report() for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
 
 
-def captured(trainer: Any) -> dict[str, Any]:
-    """Returns the field "captured" of a row, what was replayed of captured layers; none if nothing may be captured."""
-    found = [report.capture.as_dict() for report in _reports(trainer) if report.capture is not None]
-    return {"captured": found[0]} if found else {}
+def captured(reports: Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields of a row about graphs by a model's reports: "captured", the counts, if something may be
+    captured; and "capture_seconds", the time that capturing took."""
+    found = [report.capture.as_dict() for report in reports if report.capture is not None]
+    return {"captured": found[0], "capture_seconds": found[0]["seconds"]} if found else {"capture_seconds": 0.0}
+
+
+def bodies_replayed(logged: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the share of the calls of bodies that were replayed, by the entries of a log about the steps after the
+    first `LOGGED`, or else by the last entry; None: bodies are not captured."""
+    found = [entry["bodies_replayed"] for entry in logged if "bodies_replayed" in entry and entry["step"] > LOGGED]
+    found = found or [entry["bodies_replayed"] for entry in logged[-1:] if "bodies_replayed" in entry]
+    return fmean(found) if found else None
 
 
 def _adapter(workload: StepWorkload) -> Any:
@@ -203,52 +207,76 @@ def _adapter(workload: StepWorkload) -> Any:
     return LoraConfig(r=workload.lora, lora_alpha=2 * workload.lora, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+@dataclass(frozen=True)
+class _Run:
+    """The batches of a run: `steps` of a workload, the last `typical` of them with typical lengths."""
+
+    workload: StepWorkload
+    steps: int
+    typical: int
+    seen: Positions = field(default_factory=Positions)
+
+    def draws(self) -> Draws:
+        """Returns the draws of the batches."""
+        return Draws(self.workload, self.steps - self.typical)
+
+    def of_all_ranks(self, settings: Any, draw: Callable[[Draws, int, int], list[Any]]) -> list[Any]:
+        """Returns the examples of all steps, as a sampler in order gives them to batches and ranks."""
+        draws = self.draws()
+        places = itertools.product(range(self.steps), range(settings.world_size))
+        return [example for step, rank in places for example in draw(draws, step, rank)]
+
+    def prompts(self, settings: Any) -> Any:
+        """Returns a data set with the prompts of all steps, as text."""
+        from datasets import Dataset
+
+        prompts = self.of_all_ranks(settings, Draws.prompts)
+        return Dataset.from_dict({"prompt": [" ".join(map(str, ids)) for ids in prompts]})
+
+
+def _in_order(trainer: Any) -> Any:
+    """Returns the trainer, whose batches are taken from its data in order."""
+    from torch.utils.data import SequentialSampler
+
+    trainer._get_train_sampler = lambda data=None: SequentialSampler(trainer.train_dataset if data is None else data)
+    return trainer
+
+
 def _sft_trainer(
-    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], run: _Run
 ) -> Any:
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, default_data_collator
 
-    rows = _random_ids(workload, workload.batch * arguments["max_steps"])
-    data: Any = [{"input_ids": ids, "labels": ids} for ids in rows]
-    collate = DataCollatorForSeq2Seq(_tokenizer()) if workload.lengths else default_data_collator
+    collate = DataCollatorForSeq2Seq(_tokenizer(workload.size)) if workload.lengths else default_data_collator
     settings = TrainingArguments(**arguments, gradient_checkpointing=workload.checkpointing)
-    return Trainer(
-        model, settings, train_dataset=data, data_collator=seen.counted(collate),
+    data: Any = [{"input_ids": ids, "labels": ids} for ids in run.of_all_ranks(settings, Draws.rows)]
+    trainer = Trainer(
+        model, settings, train_dataset=data, data_collator=run.seen.counted(collate),
         callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
     )  # fmt: skip
+    return _in_order(trainer)
 
 
 def _sft_trl(
-    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], run: _Run
 ) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    data = Dataset.from_dict({"input_ids": _random_ids(workload, workload.batch * arguments["max_steps"])})
     settings = SFTConfig(**arguments, max_length=workload.length, bf16=False, gradient_checkpointing=False)
+    data = Dataset.from_dict({"input_ids": run.of_all_ranks(settings, Draws.rows)})
     trainer = SFTTrainer(
-        model, settings, train_dataset=data, processing_class=_tokenizer(), peft_config=_adapter(workload),
-        callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
+        model, settings, train_dataset=data, processing_class=_tokenizer(workload.size),
+        peft_config=_adapter(workload), callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
     )  # fmt: skip
-    trainer.data_collator = seen.counted(trainer.data_collator)
-    return trainer
-
-
-def _prompts(workload: StepWorkload) -> list[str]:
-    """Returns different prompts, in the order in which batches use them."""
-    if not workload.lengths:
-        return ["0123456789"[i % 10] * workload.prompt for i in range(16)] * 8
-    # In distillation each prompt has one completion.
-    in_batch = workload.batch if workload.teacher else max(1, workload.batch // workload.group)
-    found = prompt_lengths(in_batch, workload.prompt)
-    return ["0123456789"[i % 10] * found[i % in_batch] for i in range(128)]
+    trainer.data_collator = run.seen.counted(trainer.data_collator)
+    return _in_order(trainer)
 
 
 def _grpo_trl(
-    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], run: _Run
 ) -> Any:
     import trl
-    from datasets import Dataset
 
     import npu_trainer_kernels
 
@@ -256,29 +284,27 @@ def _grpo_trl(
     in_16_bits = MODELS[workload.size][2] == "bfloat16"
     settings = trl.GRPOConfig(
         **arguments, num_generations=min(workload.group, workload.batch), max_completion_length=workload.length,
-        bf16=in_16_bits, gradient_checkpointing=in_16_bits,
-        # The prompts of a batch differ in length only if they are not shuffled.
-        shuffle_dataset=not workload.lengths,
+        bf16=in_16_bits, gradient_checkpointing=in_16_bits, shuffle_dataset=False,
     )  # fmt: skip
-    if workload.generates:
+    if workload.float32_weights:
         model = model.float()
-    completions = _random_ids(workload, workload.batch, settings.process_index, settings.world_size)
+    draws = run.draws()
 
     class GivenRollouts(base):
-        """A trainer whose generation returns fixed ids, unless the workload generates."""
+        """A trainer whose generation returns the ids of the step, unless the workload generates."""
 
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             if workload.generates:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            return completions[: len(prompt_ids)], None
+            return draws.rows(self.state.global_step, settings.process_index)[: len(prompt_ids)], None
 
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     options = {"npu_kernels": kernels_of(variant)} if variant.is_ours else {}
     trainer = GivenRollouts(
-        model, reward_funcs=reward, args=settings, train_dataset=Dataset.from_dict({"prompt": _prompts(workload)}),
-        processing_class=_tokenizer(), callbacks=[_clock_callback(clock)],
+        model, reward_funcs=reward, args=settings, train_dataset=run.prompts(settings),
+        processing_class=_tokenizer(workload.size), callbacks=[_clock_callback(clock)],
         # Unsloth has added its own adapter.
         peft_config=None if variant.package == "unsloth" else _adapter(workload), **options,
     )  # fmt: skip
@@ -289,7 +315,7 @@ def _grpo_trl(
     def prepared(generation_batch: Any) -> Any:
         with contextlib.nullcontext() if workload.generates else clock.prepare():
             inputs = prepare(generation_batch)
-            seen.count(inputs["prompt_mask"], inputs["completion_mask"])
+            run.seen.count(inputs["prompt_mask"], inputs["completion_mask"])
             # Otherwise the step would include waiting for the preparation of other ranks.
             trainer.accelerator.wait_for_everyone()
         return inputs
@@ -299,25 +325,8 @@ def _grpo_trl(
     return trainer
 
 
-def _preferences(workload: StepWorkload, count: int) -> list[dict[str, list[int]]]:
-    """Returns pairs of random ids; all completions have random lengths."""
-    import torch
-
-    drawn = torch.Generator().manual_seed(2)
-    vocab = MODELS[workload.size][1]["vocab_size"]
-
-    def ids(length: int) -> list[int]:
-        return torch.randint(3, vocab, (length,), generator=drawn).tolist()
-
-    found = torch.randint(workload.least, workload.length + 1, (count, 2), generator=drawn).tolist()
-    return [
-        {"prompt_ids": ids(workload.prompt), "chosen_ids": ids(chosen), "rejected_ids": ids(rejected)}
-        for chosen, rejected in found
-    ]
-
-
 def _dpo_trl(
-    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], run: _Run
 ) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -330,42 +339,41 @@ def _dpo_trl(
 
     # Liger's layers are copied with the model. TRL's own `use_liger_kernel` would apply them only to the policy.
     reference = copy.deepcopy(model)
-    pairs = _preferences(workload, workload.batch * arguments["max_steps"])
     settings = DPOConfig(**arguments, bf16=False, gradient_checkpointing=False)
+    pairs = Dataset.from_list(run.of_all_ranks(settings, Draws.pairs))
     trainer = GivenIds(
-        model, reference, args=settings, train_dataset=Dataset.from_list(pairs), processing_class=_tokenizer(),
+        model, reference, args=settings, train_dataset=pairs, processing_class=_tokenizer(workload.size),
         callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
     )  # fmt: skip
-    trainer.data_collator = seen.counted(trainer.data_collator)
-    return trainer
+    trainer.data_collator = run.seen.counted(trainer.data_collator)
+    return _in_order(trainer)
 
 
 def _distil_trl(
-    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], run: _Run
 ) -> Any:
-    from datasets import Dataset
     from trl import DistillationConfig, DistillationTrainer
 
     in_16_bits = MODELS[workload.size][2] == "bfloat16"
     settings = DistillationConfig(
         **arguments, max_completion_length=workload.length, bf16=in_16_bits, gradient_checkpointing=in_16_bits,
-        shuffle_dataset=not workload.lengths, beta=0.5,
+        shuffle_dataset=False, beta=0.5,
     )  # fmt: skip
     # Two models with equal weights have no divergence.
     teacher = build_model(workload.teacher, variant.attention, workload.prompt + workload.length, seed=1)
     if variant.package == "liger-kernel":
         patch_with_liger(teacher, own_head=False)
-    completions = _random_ids(workload, workload.batch, settings.process_index, settings.world_size)
+    draws = run.draws()
 
     class GivenCompletions(DistillationTrainer):
-        """A trainer whose generation returns fixed ids."""
+        """A trainer whose generation returns the ids of the step."""
 
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            return completions[: len(prompt_ids)]
+            return draws.rows(self.state.global_step, settings.process_index)[: len(prompt_ids)]
 
     trainer: Any = GivenCompletions(
-        model, teacher, args=settings, train_dataset=Dataset.from_dict({"prompt": _prompts(workload)}),
-        processing_class=_tokenizer(), peft_config=_adapter(workload),
+        model, teacher, args=settings, train_dataset=run.prompts(settings),
+        processing_class=_tokenizer(workload.size), peft_config=_adapter(workload),
         callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
     )  # fmt: skip
     prepare = trainer._prepare_inputs
@@ -373,7 +381,7 @@ def _distil_trl(
     def prepared(generation_batch: Any) -> Any:
         with clock.prepare():
             inputs = prepare(generation_batch)
-            seen.count(inputs["prompt_mask"], inputs["completion_mask"])
+            run.seen.count(inputs["prompt_mask"], inputs["completion_mask"])
         return inputs
 
     trainer._prepare_inputs = prepared
@@ -387,7 +395,13 @@ TRAINERS = {
 
 
 def build_trainer(
-    workload: StepWorkload, variant: StepVariant, steps: int, folder: str, clock: Clock, **options: Any
+    workload: StepWorkload,
+    variant: StepVariant,
+    steps: int,
+    folder: str,
+    clock: Clock,
+    typical: int = 0,
+    **options: Any,
 ) -> tuple[Any, Positions]:
     """Returns a trainer that is ready to train, and the counts of its batches.
 
@@ -397,6 +411,7 @@ def build_trainer(
         steps: the number of steps.
         folder: the folder for the trainer's output.
         clock: the clock that records the ends of steps.
+        typical: the number of the last steps whose lengths are typical, see `Draws`.
         options: overrides of the trainer's arguments.
 
     Raises:
@@ -408,8 +423,8 @@ def build_trainer(
         options = {"gradient_accumulation_steps": 1, "optim": "adamw_torch_fused", **options}
     else:
         model = build_model(workload.size, variant.attention, workload.prompt + workload.length)
-    seen = Positions()
+    run = _Run(workload, steps, typical)
     if variant.package == "liger-kernel":
         patch_with_liger(model, own_head=workload.name == "sft-trainer")
     arguments = {**_arguments(variant, workload.batch, steps, folder), **options}
-    return TRAINERS[workload.name](workload, variant, model, clock, arguments, seen), seen
+    return TRAINERS[workload.name](workload, variant, model, clock, arguments, run), run.seen

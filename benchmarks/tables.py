@@ -20,10 +20,11 @@ _BEGIN, _END = "<!-- steps of ", "<!-- end of steps -->"
 _TRAINERS = {"sft-trainer": "SFT, Trainer", "sft-trl": "SFT, TRL's trainer", "dpo-trl": "DPO, TRL, a reference model",
              "grpo-trl": "GRPO update, TRL", "distil-trl": "distillation update, TRL"}  # fmt: skip
 _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b": "Qwen3 of 4B",
+           "qwen2.5-1.5b": "Qwen2.5 of 1.5B", "qwen3.5-0.8b": "Qwen3.5 of 0.8B",
            "gemma3-1b": "Gemma 3 of 1B", "qwen3-moe": "Qwen3-MoE of 2B, 64 experts"}  # fmt: skip
 _COLUMNS = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag",
-         "flag-captured": "every layer captured", "flag-eager": "no layer captured",
-         "flag-body": "the whole body captured",
+         "flag-captured": "every layer captured", "flag-eager": "nothing captured",
+         "flag-body": "the body captured in any case",
          "flag-unshared": "prompt in every row", "flag-padded": "padding computed", "flag-tiled": "MLP in tiles",
          "liger": "Liger-Kernel", "liger-flash": "Liger-Kernel, flash attention", "unsloth": "Unsloth"}  # fmt: skip
 
@@ -35,6 +36,7 @@ def what(row: Row) -> str:
     model = f"{_TRAINERS.get(row['op'], row['op'])}, {_MODELS.get(size, size)}"
     model += f", LoRA of rank {sizes['lora']}" if sizes.get("lora") else ""
     model += ", layers checkpointed" if sizes.get("checkpointing") else ""
+    model += ", weights in fp32" if sizes.get("float32_weights") else ""
     if sizes.get("least"):
         return f"{model}, {batch} pairs of {prompt + sizes['least']} to {prompt + length} tokens"
     if not up_to:
@@ -43,7 +45,8 @@ def what(row: Row) -> str:
     if not prompt:
         return f"{model}, {batch} x up to {length} tokens"
     if sizes["group"] >= batch:
-        return f"{model}, one prompt of {prompt} tokens and {batch} x up to {length}"
+        up_to = "" if sizes.get("whole_prompts", True) else "up to "
+        return f"{model}, one prompt of {up_to}{prompt} tokens and {batch} x up to {length}"
     return f"{model}, {batch} x (up to {prompt} + up to {length}) tokens"
 
 
@@ -75,19 +78,36 @@ def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
+def _of_runs(of: dict[str, Row], shown: Sequence[str]) -> list[list[str]]:
+    """Returns the lines of a workload whose steps had lengths of their own: the mean of its steps, and by how much that
+    is longer than the device is busy; and the mean of all steps, with the first ones and what was captured in them."""
+    runs = {name: row for name, row in of.items() if "mean_ms" in row}
+    if not runs:
+        return []
+    means = {
+        name: f"{row['mean_ms']:.1f}" + ("" if row["busy_ms"] is None else f" ({row['busy_ratio']:.2f} x busy)")
+        for name, row in runs.items()
+    }
+    every = {name: f"{row['mean_all_ms']:.1f}" for name, row in runs.items()}
+    titles = ("ms a step", means), ("from the fourth step on", every)
+    return [["", "", title, *(cells.get(name, "") for name in shown)] for title, cells in titles]
+
+
 def _table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table with two lines for each workload, speed and memory, without columns that have no measurement."""
+    """Returns a table with lines for each workload, of speed, time and memory, without columns that have no
+    measurement."""
     workloads = _workloads(rows)
     shown = {name: title for name, title in _COLUMNS.items() if any(name in of for of in workloads)}
     lines = []
     for of in workloads:
-        plain = of["plain"]["ms"]["median"]
+        plain = of["plain"]["tokens_per_second"]
         times = {
-            name: _thousands(row) + (f" ({plain / row['ms']['median']:.2f} x)" if name != "plain" else "")
+            name: _thousands(row) + (f" ({row['tokens_per_second'] / plain:.2f} x)" if name != "plain" else "")
             for name, row in of.items()
         }
         lines.append([what(of["plain"]), live(of["plain"]), "tokens/s", *(times.get(name, "") for name in shown)])
         peaks = [_gib(of[name]) if name in of else "" for name in shown]
+        lines += _of_runs(of, list(shown))
         lines.append(["", "", "peak GiB", *peaks])
     return _lines(["run", "positions with a token", "", *shown.values()], lines)
 

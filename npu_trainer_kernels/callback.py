@@ -134,8 +134,9 @@ class NpuKernelsCallback(TrainerCallback):
     `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding),
     `peak_memory_gib`, where padding is left out `padding_left_out` (the share of the positions since the last log) and
     `beginnings_left_out` (the share of their tokens that shared beginnings saved), where bodies are captured
-    `bodies_replayed` (the share of their calls since the last log), where the model generates `generation_seconds` (the
-    time since the last log that it took), and `update_seconds` and `waiting_seconds` (of a step and between two steps,
+    `bodies_replayed` (the share of their calls since the last log) and, by default, `graphs_saved_seconds` (what that
+    saved since, less the time spent on capturing), where the model generates `generation_seconds` (the time since the
+    last log that it took), and `update_seconds` and `waiting_seconds` (of a step and between two steps,
     on average since the last log, `training.step_times`) to the Trainer's logs.
 
     Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
@@ -513,6 +514,8 @@ class NpuKernelsCallback(TrainerCallback):
                         logs["beginnings_left_out"] = round(1 - computed / live, 3)
                     if (bodies := self._handle.settings.bodies) is not None:
                         logs["bodies_replayed"] = round(bodies.share_since(), 3)
+                        if bodies.auto:
+                            logs["graphs_saved_seconds"] = round(bodies.saved_since(), 3)
                     rollouts = self._handle.rollouts
                     if rollouts is not None and (seconds := rollouts.seconds_since()):
                         logs["generation_seconds"] = round(seconds, 3)

@@ -91,7 +91,7 @@ _VERSION = re.compile(r"[\d.]+[\w.+-]*")
 # Words of ours that are never removed, even if a user or a machine has one of them as its name.
 _WORDS = {
     "cpu", "npu", "cuda", "torch", "triton", "vendor", "reference", "ok", "wrong", "failed", "absent", "error", "plain",
-    "flag", "forward", "backward", "both", "step", "float32", "bfloat16", "float16", "Linux", "ops", "end-to-end",
+    "flag", "forward", "backward", "both", "run", "float32", "bfloat16", "float16", "Linux", "ops", "end-to-end",
     *FORM_NAMES, *TABLE,
 }  # fmt: skip
 

@@ -230,7 +230,7 @@ def _steps(items: Items) -> None:
             items.record(name, "absent", rows=[], reason=missing)
             continue
         # Without a time limit, since the parent process has one.
-        row = endtoend.run(workload, variant, 8 if is_accelerator(where) else 5, None)
+        row = endtoend.run(workload, variant, 16 if is_accelerator(where) else 8, None)
         # The log has paths.
         row.pop("log", None)
         row.setdefault("version", "")
@@ -242,8 +242,8 @@ def _ranks(items: Items) -> None:
     distributed, endtoend = _benchmarks("distributed"), _benchmarks("endtoend")
     where = _where()
     accelerated = is_accelerator(where)
-    wanted = ["--size", "qwen3-0.6b", "--batch", "4", "--length", "1024", "--steps", "8"] if accelerated else [
-        "--size", "tiny-llama", "--batch", "2", "--length", "48", "--steps", "5",
+    wanted = ["--size", "qwen3-0.6b", "--batch", "4", "--length", "1024", "--steps", "16"] if accelerated else [
+        "--size", "tiny-llama", "--batch", "2", "--length", "48", "--steps", "8",
     ]  # fmt: skip
     for name in items.each(["two ranks"]):
         count = torch.get_device_module(where).device_count() if accelerated else 2

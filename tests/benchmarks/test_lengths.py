@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import cases, cli, distributed, endtoend, providers, ranks, runner, step_cases, step_clock, steps
+from benchmarks import cases, cli, distributed, endtoend, providers, runner, step_cases, step_clock, steps
+from benchmarks.draws import Draws
 from benchmarks.lengths import DISTRIBUTIONS, lengths, prompt_lengths
 from npu_trainer_kernels import backends
 from npu_trainer_kernels.patching import PATCHES
@@ -17,30 +18,29 @@ PADDED = step_cases.StepWorkload("grpo-trl", "tiny-qwen3", 8, 20, 12, lengths="e
 SHARED = step_cases.StepWorkload("grpo-trl", "tiny-qwen3", 4, 12, 16, lengths="exponential", lora=2)
 
 
+def middles(count):
+    return [(i + 0.5) / count for i in range(count)]
+
+
 @pytest.mark.parametrize(("distribution", "share"), [("exponential", 0.37), ("even", 25 / 32)])
 @pytest.mark.parametrize("count", [8, 104])
 def test_lengths_are_the_distributions_own(distribution, share, count):
-    found = lengths(distribution, count, 4096)
+    found = lengths(distribution, middles(count), 4096)
     assert sum(found) / count / 4096 == pytest.approx(share, abs=0.005)
-    assert max(found) == 4096
-    assert found == lengths(distribution, count, 4096)
-    assert found != sorted(found)
-    assert sorted(found) == sorted(lengths(distribution, count, 4096, seed=5)) != lengths(distribution, count, 4096)
-
-
-def test_of_eight_even_lengths_each_is_a_sixteenth_longer():
-    assert sorted(lengths("even", 8, 4096)) == [4096 - 256 * i for i in range(7, -1, -1)]
+    assert found == sorted(found)
+    assert lengths(distribution, [1 - 1e-9], 4096) == [4096]
 
 
 def test_no_length_is_shorter_than_a_token_or_a_twentieth():
-    assert min(lengths("exponential", 1000, 4096)) == round(4096 / 20)
-    assert min(lengths("exponential", 100, 3)) == 1
-    assert prompt_lengths(4, 128) == [32, 64, 96, 128]
+    assert min(lengths("exponential", middles(1000), 4096)) == round(4096 / 20)
+    assert min(lengths("exponential", middles(100), 3)) == 1
+    assert prompt_lengths([0.0, 1 / 3, 1 - 1e-9], 128) == [32, 64, 128]
+    assert prompt_lengths([0.0, 0.5], 1) == [1, 1]
 
 
 def test_an_unknown_distribution_names_the_known_ones():
     with pytest.raises(ValueError, match="exponential, even; got 'normal'"):
-        lengths("normal", 8, 16)
+        lengths("normal", [0.5], 16)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
@@ -54,12 +54,12 @@ def test_every_workload_with_padding_has_one_without(kind):
 
 
 def test_a_grpo_step_counts_what_it_was_given():
-    """Prompts of 3, 6, 9 and 12 tokens, two completions each, padded on the left and on the right."""
-    found = {name: endtoend.train(PADDED, name, steps=1, warmup=1) for name in ("plain", "flag", "flag-padded")}
-    live = 2 * (3 + 6 + 9 + 12) + sum(lengths("exponential", 8, 20))
-    assert {row["tokens"] for row in found.values()} == {live}
-    assert {row["positions"] for row in found.values()} == {8 * (12 + 20)}
-    assert found["plain"]["live_share"] == live / 256
+    """Four prompts with two completions each, padded on the left and on the right."""
+    found = {name: endtoend.train(PADDED, name, steps=2) for name in ("plain", "flag", "flag-padded")}
+    prompts, rows = ([len(ids) for ids in draw(1)] for draw in (Draws(PADDED).prompts, Draws(PADDED).rows))
+    assert {row["tokens"] for row in found.values()} == {2 * sum(prompts) + sum(rows)}
+    assert {row["positions"] for row in found.values()} == {8 * (max(prompts) + max(rows))}
+    assert found["plain"]["live_share"] == found["plain"]["tokens"] / found["plain"]["positions"] < 1
     for name in ("flag", "flag-padded"):
         row = {**found[name], "dtype": "float32"}
         assert not endtoend.differs(row, found["plain"]), name
@@ -72,7 +72,7 @@ def test_an_adapter_is_trained_alone(tmp_path):
     assert trained
     assert all("lora" in name for name in trained)
     # All rows have one prompt.
-    assert {len(prompt) for prompt in steps._prompts(SHARED)} == {16}
+    assert len(Draws(SHARED).prompts(0)) == 1
     assert trainer.num_generations == 4
 
 
@@ -107,33 +107,10 @@ def test_unsloth_is_run_where_grpo_trains_a_whole_model_and_an_adapter():
     found = [
         w for kind in ("cuda", "cpu") for w in step_cases.workloads(kind) if "unsloth" in step_cases.variants_of(w)
     ]
-    assert [(w.length, w.prompt) for w in found] == [(4096, 128)] * 3 + [(1024, 2048)] * 2
+    assert [(w.batch, w.length, w.prompt) for w in found] == [
+        (8, 512, 128), (16, 1024, 256), (8, 512, 128), (8, 1024, 2048), *[(8, 4096, 128)] * 3, (8, 1024, 2048),
+    ]  # fmt: skip
     assert {(w.name, w.size, w.lora) for w in found} == {("grpo-trl", "qwen3-0.6b", 0), ("grpo-trl", "qwen3-4b", 16)}
-
-
-@pytest.mark.parametrize("group", [2, 4])
-def test_ranks_get_different_counts_of_tokens(group):
-    workload = step_cases.StepWorkload("sft", "tiny-llama", 4, 30, 12, lengths="exponential", group=group)
-    batches = [ranks.batch_of(workload, rank, 2) for rank in range(2)]
-    completions = []
-    for batch in batches:
-        ids, mask, labels = batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]
-        completions += mask[:, 12:].sum(1).tolist()
-        assert (ids[~mask] == 0).all()
-        # Prompts are padded on the left, completions on the right; completions alone bear a loss.
-        assert mask[:, 11:13].all()
-        assert torch.equal(labels != -100, mask & (torch.arange(ids.shape[1]) >= 12))
-        assert torch.equal(labels[labels != -100], ids[labels != -100])
-        assert mask[:, :12].sum(1).tolist() == [n for n in prompt_lengths(4 // group, 12) for _ in range(group)]
-        assert all(torch.equal(ids[i, :12], ids[i - i % group, :12]) for i in range(4))
-    assert sorted(completions) == sorted(lengths("exponential", 8, 30))
-    assert batches[0]["attention_mask"].sum() != batches[1]["attention_mask"].sum()
-    assert not torch.equal(batches[0]["input_ids"][:, :12], batches[1]["input_ids"][:, :12])
-
-
-def test_a_batch_without_padding_has_no_mask():
-    batch = ranks.batch_of(step_cases.StepWorkload("sft", "tiny-llama", 2, 8), 0, 1)
-    assert set(batch) == {"input_ids", "labels"}
 
 
 def _tiles_with_a_gradient(x, weight, ids):
@@ -187,5 +164,5 @@ def test_a_package_is_imported_anew_with_its_settings(tmp_path, monkeypatch):
 def test_the_command_knows_the_rows(capsys):
     assert cli.main(["--list", "--device", "cuda", "--only", "exponential*flag-padded"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "end-to-end/grpo-trl/qwen3-0.6b 8x(128+..4096 exponential), 2 a prompt/bfloat16/flag-padded" in lines
+    assert "end-to-end/grpo-trl/qwen3-0.6b 8x(..128+..4096 exponential), 2 a prompt/bfloat16/flag-padded" in lines
     assert "end-to-end/grpo-trl/qwen3-4b 8x(2048+..1024 exponential), 8 a prompt lora 16/bfloat16/flag-padded" in lines

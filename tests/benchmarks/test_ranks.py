@@ -32,13 +32,16 @@ def one_rank(tmp_path, monkeypatch):
 def test_the_kernels_add_no_communication(wrapper, talks, lengths, one_rank):
     """One rank; under DDP it calls the collectives that two would (FSDP2 calls none then)."""
     workload = step_cases.StepWorkload("sft", "tiny-llama", 2, 16, lengths=lengths)
-    plain, ours = (ranks.train(workload, wrapper, variant, 1, CPU) for variant in ("plain", "flag"))
+    plain, ours = (ranks.train(workload, wrapper, variant, 2, CPU) for variant in ("plain", "flag"))
     assert plain["collectives"] == ours["collectives"]
     assert bool(plain["collectives"]) == talks
     assert plain["losses"] == pytest.approx(ours["losses"], rel=1e-4)
     assert plain["ran"] == {}
-    # Warm-up, one step, and the step whose collectives are counted.
-    assert ours["ran"]["linear_cross_entropy"] == ranks.WARMUP + 2
+    # Two steps, and the step whose collectives are counted.
+    assert ours["ran"]["linear_cross_entropy"] == 3
+    assert len(plain["each_ms"]) == 1
+    # Each has a batch of its own.
+    assert len(set(plain["losses"])) == 3
 
 
 @pytest.mark.full(quick="test_a_trainers_step_on_ranks")
@@ -46,7 +49,7 @@ def test_two_ranks_of_every_wrapper(tmp_path):
     """One start of the ranks. Under tp they have one batch, and half of the experts' columns each."""
     output = tmp_path / "r.json"
     arguments = [
-        "--size", "tiny-qwen3-moe", "--batch", "2", "--length", "12", "--steps", "1",
+        "--size", "tiny-qwen3-moe", "--batch", "2", "--length", "12", "--steps", "2",
         "--only", "/plain", "--only", "/flag", "--skip", "padded", "--output", str(output),
     ]  # fmt: skip
     done = warm.run_ranks(2, distributed.__name__, *arguments, output=tmp_path / "printed.txt")
@@ -83,15 +86,15 @@ def test_a_trainers_step_on_ranks(one_rank):
     """The step whose collectives are counted is one more than those that are timed, and no part of them."""
     workload = step_cases.StepWorkload("grpo-trl", "tiny-qwen3", 4, 12, 8, lengths="exponential", group=2)
     plain, ours = (ranks.train(workload, "alone", variant, 2, CPU) for variant in ("plain", "flag"))
-    assert plain["ms"]["samples"] == 2
+    assert len(plain["each_ms"]) == 1
     assert plain["tokens"] == ours["tokens"]
     assert plain["ran"] == {}
-    assert ours["ran"]["linear_logprob"] >= ranks.WARMUP + 3
+    assert ours["ran"]["linear_logprob"] >= 3
     assert not endtoend.differs({**ours, "dtype": "float32"}, plain)
     with pytest.raises(RuntimeError, match="as alone, not ddp"):
-        ranks.train(workload, "ddp", "plain", 1, CPU)
+        ranks.train(workload, "ddp", "plain", 2, CPU)
     with pytest.raises(ValueError, match="not run under 'tp'"):
-        ranks.train(workload, "tp", "plain", 1, CPU)
+        ranks.train(workload, "tp", "plain", 2, CPU)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_launches_of_ours_are_counted_where_they_are_launched(monkeypatch):
     before = contextvars.ContextVar("before", default=lambda *launch: launched.append(launch))
     monkeypatch.setattr(ranks.launch_module, "_launcher", before)
     what_ran, of_trl = ranks.what_ran, [_Event("_forward_kernel", 0, 1_000_000)]
-    monkeypatch.setattr(ranks, "what_ran", lambda events, on_cuda: what_ran(of_trl, True))
+    monkeypatch.setattr(ranks, "what_ran", lambda events, on_cuda, steps: what_ran(of_trl, True, steps))
     assert ranks._profiled(lambda: None, CPU)["profiled"]["launches_of_ours"] == 0
     one = partial(ranks.launch_module.launch, "kernel", (1,), (), {})
 
@@ -249,7 +252,7 @@ def test_what_liger_exchanges_is_there_again(workload, one_rank, monkeypatch):
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, patch.__name__, patch)
-    ranks.train(workload, "alone", "liger", 1, CPU)
+    ranks.train(workload, "alone", "liger", 2, CPU)
     assert vars(module) == before
 
 
@@ -257,7 +260,7 @@ def test_what_is_not_there_is_absent(one_rank, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     together = distributed._Together(torch.distributed.HashStore(), 0, 1)
     workload = step_cases.StepWorkload("sft", "tiny-llama", 2, 8)
-    row = distributed._measured({}, together, lambda: ranks.train(workload, "alone", "liger", 1, CPU))
+    row = distributed._measured({}, together, lambda: ranks.train(workload, "alone", "liger", 2, CPU))
     assert row["status"] == "absent"
     assert "liger_kernel" in row["reason"]
 
@@ -272,8 +275,8 @@ def test_a_head_on_one_device(one_rank):
     others = [{**did, "host_ms": 60.0}]
     rows = [{**row, **found}, {**split, "profiled": did, "profiled_others": others}]
     text = report.markdown(environment(CPU, []), rows)
-    assert text.count("| BT=8 H=8 V=30 | tp | 0 | 90.0 | 70.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
-    assert text.count("| BT=8 H=8 V=30 | tp | 1 | 90.0 | 60.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
+    assert text.count("| BT=8 H=8 V=30 | tp | 0 | 90.0 | 70.0 | 0.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
+    assert text.count("| BT=8 H=8 V=30 | tp | 1 | 90.0 | 60.0 | 0.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
     assert "The head of BT=8 H=8 V=30, its vocabulary on 1 devices: 0.500 of one device's time." in text
 
 

@@ -1,11 +1,12 @@
 """What sharing saves and costs: batches that save what they are to, both ways in turns, what follows from the rows."""
 
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
 from benchmarks import sharing
-from benchmarks.lengths import lengths, prompt_lengths
+from benchmarks.draws import Draws
 from benchmarks.results import read
 from benchmarks.step_cases import StepWorkload
 from npu_trainer_kernels import apply_npu_kernels
@@ -15,10 +16,12 @@ TINY = StepWorkload("sft", "tiny-qwen3", 8, 24, lengths="exponential", group=8)
 
 
 def by_hand(workload: StepWorkload) -> float:
-    """What sharing saves. Fewer than eight tokens are not shared."""
-    prompts = prompt_lengths(workload.batch // workload.group, workload.prompt)
-    tokens = workload.group * sum(prompts) + sum(lengths("exponential", workload.batch, workload.length))
-    return sum(n for prompt in prompts if (n := (workload.group - 1) * prompt) >= 8) / tokens
+    """What sharing saves. Fewer than eight tokens are not shared. Completions may begin alike by chance."""
+    draws, group = Draws(workload, typical_from=0), workload.group
+    rows = [draws.prompts(0)[i // group] + row for i, row in enumerate(draws.rows(0))]
+    columns = [zip(*rows[i : i + group], strict=False) for i in range(0, len(rows), group)]
+    common = [len(list(takewhile(lambda ids: len(set(ids)) == 1, of_group))) for of_group in columns]
+    return sum(n for length in common if (n := (group - 1) * length) >= 8) / sum(map(len, rows))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
@@ -45,9 +48,10 @@ def test_both_ways_are_run_in_turns(tmp_path, monkeypatch, capsys):
     output = tmp_path / "r.json"
     assert sharing.main(["--output", str(output), "--samples", "1"]) == 0
     meta, (row,) = read(output)
-    assert row["tokens"] == 8 * 5 + sum(lengths("exponential", 8, 24))
-    assert row["share"] == pytest.approx(7 * 5 / row["tokens"])
-    assert computed[-6:] == [row["tokens"] - 7 * 5, row["tokens"]] * (sharing.WARM_UP + 1)
+    workload = sharing.with_prompts(TINY, 0.3)
+    (prompt,) = Draws(workload, typical_from=0).prompts(0)
+    assert row["share"] == pytest.approx(by_hand(workload)) == pytest.approx(7 * len(prompt) / row["tokens"])
+    assert computed[-6:] == [row["tokens"] - 7 * len(prompt), row["tokens"]] * (sharing.WARM_UP + 1)
     assert row["shared"]["loss"] == pytest.approx(row["unshared"]["loss"], rel=1e-5)
     assert row["shared"]["ms"]["samples"] == row["unshared"]["ms"]["samples"] == 1
     assert row["ratio"] == row["unshared"]["ms"]["median"] / row["shared"]["ms"]["median"]

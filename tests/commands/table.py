@@ -212,7 +212,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("hours, or a results file of a card", "tests/benchmarks/test_benchmarks.py"): (
         "python -m benchmarks", "python -m benchmarks --quick --only rms_norm", "npu-kernels bench --quick",
         "python -m benchmarks --list",
-        "python -m benchmarks --groups end-to-end --steps 6", "python -m benchmarks --groups ops",
+        "python -m benchmarks --groups end-to-end", "python -m benchmarks --groups ops",
         "python -m benchmarks --groups scaling --quick", "python -m benchmarks.fit_check --output "
         "benchmarks/results/NAME.json",
     ),
@@ -225,8 +225,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
         "python -m benchmarks --evidence results.json",
     ),
     ("a card", "tests/benchmarks/test_generation.py"): ("python -m benchmarks.generation --output FILE",),
-    ("a card's profiler", "tests/benchmarks/test_profile.py"): ("python -m benchmarks.profile --output FILE",),
     ("two cards", "tests/benchmarks/test_ranks.py"): (
-        "torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --steps 5 --output FILE",
+        "torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --output FILE",
     ),
 }  # fmt: skip

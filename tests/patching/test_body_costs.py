@@ -61,6 +61,13 @@ def test_a_finer_bucket_is_captured_when_filling_has_cost_as_much_as_its_capture
     assert chosen.index(5120) < 20  # it is expected to have cost as much before long
 
 
+def test_a_bucket_that_would_be_a_little_faster_is_not_captured() -> None:
+    """What was measured of one forward may be off by as much."""
+    costs = Costs(host=100 * MS, token=45 * US)
+    assert costs.replay(2048) < costs.eager(2000) < costs.replay(2048) * 1.2
+    assert set(run(costs, [2000] * 500)[1]) == {None}
+
+
 def test_a_bucket_that_costs_more_than_own_code_is_not_used() -> None:
     costs = Costs(host=100 * MS, token=40 * US)
     _, chosen, _ = run(costs, [1100, *[2040] * 3, 1100])
@@ -93,9 +100,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model whose device is the CPU, with costs that are said instead of measured."""
     costs = {"host": 0.05, "device": 0.01, "first": 1.0}
 
-    def timed(_: Any, function: Any) -> Any:
+    def timed(_: Any, function: Any, fills_queue: bool) -> Any:
         costs["first"] *= 0.1
-        return function(), costs["host"] + costs["first"], costs["device"] + costs["first"]
+        waits = 0.0 if fills_queue else costs["host"]  # the device for the host, or the host for the queue
+        host = costs["host"] + costs["first"] + 0.25 * fills_queue
+        return function(), host, costs["device"] + waits
 
     monkeypatch.setattr(body_capture, "timed", timed)
     monkeypatch.setattr("npu_trainer_kernels.device.captures_unasked", lambda _: True)
@@ -111,15 +120,18 @@ def test_a_model_is_timed_and_then_captured_if_the_host_is_the_limit(
     kernels = apply_npu_kernels(model, backend="torch", capture="auto")
     bodies = kernels.settings.bodies
     assert isinstance(bodies, BodyCapture)
-    for step in range(5):
+    for step in range(6):
         batch = rows(30, 10, 15, 5, seed=step)
         loss, expected = loss_of(model, batch), loss_of(plain, batch)
         loss.backward()
         torch.testing.assert_close(loss, expected)
     assert bodies.replayed == (2 if replayed else 0)
-    assert bodies.eager == (3 if replayed else 5)
+    assert bodies.eager == (4 if replayed else 6)
     assert ("its own code is expected to be faster" in str(bodies)) is not replayed
-    assert f"a step without graphs takes the host {2e3 * host + 20:.0f} ms" in str(bodies)
+    saved = bodies.replayed * (2 * host + 0.002 - 3 * 0.01 / 60 * 64) - bodies.seconds
+    assert bodies.saved == bodies.saved_since() == pytest.approx(saved)
+    kernels.restore()
+    assert f"a step without graphs takes the host {2e3 * host + 2:.0f} ms" in str(bodies)
 
 
 def test_a_step_repeats_and_goes_back() -> None:

@@ -25,7 +25,8 @@ from .shared_rows import RowIndex, places_of_uses
 __all__ = ["BoundedRows", "BoundedSegments", "Room", "table_of"]
 
 _FEWEST = 64
-_FEWEST_SEGMENTS = 16
+_FEWEST_SEGMENTS, _FEWEST_USES, _FEWEST_REPEATED = 16, 8, 256
+"""Bounds that cost next to nothing, so that none of them is exceeded by the next row that is like this one."""
 
 
 def _power_of_two(number: int) -> int:
@@ -89,7 +90,8 @@ class Room:
 
     @classmethod
     def around(cls, row: Room, tokens: int, others: Sequence[Room] = ()) -> Room:
-        """Returns bounds for a row and for rows that are like it: powers of two, none below those of other rooms.
+        """Returns bounds for a row and for rows that are like it: powers of two, none below those of other rooms. The
+        longest segment may be twice as long.
 
         Args:
             row: the row.
@@ -97,12 +99,14 @@ class Room:
             others: bounds; those with as many tokens count.
         """
         longest = _power_of_two(row.longest)
+        longest = max(longest, min(2 * longest, tokens))
         filling = tokens - row.tokens
         pieces = -(-tokens // longest)  # of a row that has hardly any tokens
         segments = max(_power_of_two(row.segments + pieces), _FEWEST_SEGMENTS)
         bounds = cls(
             tokens, segments, longest, _power_of_two(row.keys + filling) if row.keys else 0,
-            _power_of_two(row.repeated) if row.keys else 0, _power_of_two(row.uses) if row.keys else 0,
+            max(_power_of_two(row.repeated), _FEWEST_REPEATED) if row.keys else 0,
+            max(_power_of_two(row.uses), _FEWEST_USES) if row.keys else 0,
         )  # fmt: skip
         alike = [other for other in others if other.tokens == tokens and (other.keys > 0) == (row.keys > 0)]
         names = [each.name for each in dataclasses.fields(cls)]

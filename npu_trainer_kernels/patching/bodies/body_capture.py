@@ -127,9 +127,6 @@ class _PowersOfTwo:
     def captured(self, tokens: int, shares: bool, seconds: float) -> None:
         """Notes nothing."""
 
-    def __str__(self) -> str:
-        return ""
-
 
 @dataclass
 class _Way:
@@ -170,7 +167,9 @@ class BodyCapture(Counts):
         self._modes: dict[Any, Mode] = {}
         self._ways: dict[Any, _Way] = {}
         self._owner = Owner()
-        self._last = 0, 0  # what there was until the model was restored
+        self._costs: list[ByCosts] = []  # of all ways, also after the model was restored
+        self._last = 0, 0  # what there was until then
+        self._saved_before = 0.0
 
     def __deepcopy__(self, memo: object) -> BodyCapture:
         """A copy of a model is not captured."""
@@ -181,8 +180,8 @@ class BodyCapture(Counts):
         graphs, buckets = self._there() or self._last
         return {
             "on": True, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": buckets,
-            "captured": self.captured,
-            "seconds": round(self.seconds, 3), "reasons": dict(self.reasons),
+            "captured": self.captured, "seconds": round(self.seconds, 3), "saved_seconds": round(self.saved, 3),
+            "reasons": dict(self.reasons),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -193,8 +192,18 @@ class BodyCapture(Counts):
             f"{self.replayed_line('body graphs')}; {seen['graphs']} graphs for {seen['buckets']} buckets; "
             f"{self.seconds:.1f} s spent on capturing"
         )
-        costs = [f"  {text}" for way in self._ways.values() if (text := str(way.choice))]
+        costs = [f"  {each}" for each in self._costs if each.costs is not None]
         return "\n".join([line, *costs, *self.reason_lines()])
+
+    @property
+    def saved(self) -> float:
+        """The seconds that replays have saved, by what was measured of own code, less those spent on capturing."""
+        return sum(each.saved for each in self._costs) - self.seconds
+
+    def saved_since(self) -> float:
+        """Returns the seconds that were saved since the last question."""
+        before, self._saved_before = self._saved_before, self.saved
+        return self._saved_before - before
 
     def _there(self) -> tuple[int, int] | None:
         """Returns the number of graphs, and of their bounds; None: there are none."""
@@ -283,7 +292,9 @@ class BodyCapture(Counts):
         key = id(body), forward.inner, forward.backend, device, mode.keeps, cast, body.training
         if key not in self._ways:
             moves = any(isinstance(module, FSDPModule) for module in body.modules())
-            self._ways[key] = _Way(moves, ByCosts() if self.auto else _PowersOfTwo())
+            if self.auto:
+                self._costs.append(ByCosts())
+            self._ways[key] = _Way(moves, self._costs[-1] if self.auto else _PowersOfTwo())
             return None
         return self._ways[key]
 
@@ -293,7 +304,7 @@ class BodyCapture(Counts):
         def run() -> Any:
             return batch.through(forward.kind, forward.body, forward.inner, forward.by_columns, forward.backend)[0]
 
-        out, host, device = timed(batch.device, run)
+        out, host, device = timed(batch.device, run, choice.fills_queue)
         choice.measured(Costs.of(forward.body, batch.computed, host, device))
         self.eager += 1
         return out

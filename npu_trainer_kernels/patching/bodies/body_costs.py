@@ -1,8 +1,8 @@
 """Which bucket of captured graphs a row runs in, or none, by what was measured of the body.
 
-Two forwards are timed: how long the host takes for one, and how long the device, whose queue is full meanwhile. From
-then on the time of a step is known for each number of tokens: eagerly the slower of the two is the limit, in graphs the
-device alone, which then also computes what fills the row up to its bucket.
+Three forwards are timed: how long the host takes for one, and, in one whose queue is full meanwhile, how long the
+device. From then on the time of a step is known for each number of tokens: eagerly the slower of the two is the limit,
+in graphs the device alone, which then also computes what fills the row up to its bucket.
 
 A bucket is captured when it pays: when the rows that have run without it have lost as much time as capturing takes, or
 when they will have within `_HORIZON` calls if they come as often as they have come so far. So a run loses at most twice
@@ -30,8 +30,11 @@ _CAPTURE_STEPS = 10
 _QUARTERS = 4
 _OTHERS = 4
 """How many rows of other lengths are taken for granted before a bucket that few lengths have is captured."""
+_TIMED = 3
+_MARGIN = 1.2
+"""By how much a bucket must be faster than own code to be captured: costs of one forward are not quite those of all."""
 _HEAD_START = 0.25
-"""For how many seconds the device is kept busy, so that it does not wait for the host in a forward that is timed."""
+"""For how many seconds the device is kept busy."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +85,23 @@ class ByCosts:
 
     def __init__(self) -> None:
         self.costs: Costs | None = None
-        self._first: Costs | None = None
+        self._timed: list[Costs] = []
         self.calls = 0
         self.saved = 0.0
         self._lost: dict[tuple[int, bool], float] = {}  # for want of a bucket
         self._captures: list[float] = []
 
+    @property
+    def fills_queue(self) -> bool:
+        """Whether the device is kept busy ahead of the next forward that is timed, so that it does not wait for the
+        host. The host then waits for the device where its queue has no room for a whole forward."""
+        return len(self._timed) == 1
+
     def measured(self, costs: Costs) -> None:
-        """Takes the costs of a forward. The lower ones of two count: what is done for the first time takes longer."""
-        if self._first is None:
-            self._first = costs
-        else:
-            self.costs = Costs(min(costs.host, self._first.host), min(costs.token, self._first.token))
+        """Takes the costs of a forward. The lowest of three count: what is done for the first time takes longer."""
+        self._timed.append(costs)
+        if len(self._timed) == _TIMED:
+            self.costs = Costs(min(each.host for each in self._timed), min(each.token for each in self._timed))
 
     def captured(self, tokens: int, shares: bool, seconds: float) -> None:
         """Notes that a bucket was captured.
@@ -124,10 +132,11 @@ class ByCosts:
         without = now  # what a row costs without the bucket in question
         for tokens, others in zip(_buckets(row.tokens), (0, _OTHERS), strict=False):
             gain = without - costs.replay(tokens)
-            if gain > 0 and tokens != there and self._is_worth(tokens, shares, gain, others):
+            pays = costs.replay(tokens) * _MARGIN < eager and gain > 0 and tokens != there
+            if pays and self._is_worth(tokens, shares, gain, others):
                 best, now = tokens, costs.replay(tokens)
                 break
-            without = min(without, costs.replay(tokens))
+            without = min(without, costs.replay(tokens)) if pays else without
         self.saved += eager - now
         return best
 
@@ -142,8 +151,7 @@ class ByCosts:
         return self._lost[key] * max(1.0, _HORIZON / (self.calls + others)) > price
 
     def __str__(self) -> str:
-        if self.costs is None:
-            return ""
+        assert self.costs is not None
         return (
             f"a step without graphs takes the host {1e3 * self.costs.host:.0f} ms, and the device "
             f"{1e6 * self.costs.token:.1f} us for a token; replays have saved about {self.saved:.1f} s"
@@ -157,8 +165,13 @@ def _buckets(tokens: int) -> list[int]:
     return list(dict.fromkeys((coarse, max(-(-tokens // step) * step, Room.bucket(1)))))
 
 
-def timed(where: torch.device, run: Callable[[], Any]) -> tuple[Any, float, float]:
+def timed(where: torch.device, run: Callable[[], Any], fills_queue: bool) -> tuple[Any, float, float]:
     """Runs a function once and waits for the device.
+
+    Args:
+        where: the device.
+        run: the function.
+        fills_queue: whether the device is kept busy ahead of it.
 
     Returns:
         the function's result, the seconds that the host took, and those that the device took.
@@ -166,7 +179,8 @@ def timed(where: torch.device, run: Callable[[], Any]) -> tuple[Any, float, floa
     module: Any = torch.get_device_module(where)
     begin, end = (module.Event(enable_timing=True) for _ in range(2))
     devices.synchronize(where)
-    devices.occupy(where, _HEAD_START)
+    if fills_queue:
+        devices.occupy(where, _HEAD_START)
     begin.record()
     begun = time.perf_counter()
     result = run()
