@@ -7,8 +7,9 @@ batches that ran.
 
 A step is timed from the end of the previous step to its own end, with data loading and the Trainer, on the device's
 clock: the measurement does not wait for the device where training would not. Compiling and capturing count in the step
-in which they happen. After the timed steps two more run under a profiler of the device alone, on CUDA: how long it was
-busy, and when the host had asked for all work. Their lengths are typical: as many tokens as the distribution's mean.
+in which they happen. After the timed steps four more run, on CUDA, the last two of them under a profiler of the device
+alone: how long it was busy, and when the host had asked for all work. Their lengths are typical: as many tokens as the
+distribution's mean.
 `run_times.py` has the figures. The optimiser is the Trainer's default. In the GRPO update generation returns given ids,
 and the step is timed without the preparation of the batch (rewards, decoding), which uses no kernels. DPO's reference
 is a second model with the policy's initial weights: the first loss is log 2, 0.6931, if both compute the same.
@@ -40,7 +41,8 @@ from .steps import TRAINERS, bodies_replayed, build_trainer, captured, ran, repo
 __all__ = ["ROOT", "STEPS", "differs", "ratios", "run"]
 
 Row = dict[str, Any]
-# The timed steps of a run by default; of steps that take seconds, at most; and those that are profiled after them.
+# The timed steps of a run by default; of steps that take seconds, at most; those that are profiled after them, and as
+# many like them ahead of these, so that a graph for their lengths is not captured in the profile.
 STEPS, _LONG_STEPS, _PROFILED = 50, 4, 2
 
 
@@ -181,9 +183,9 @@ def train(workload: StepWorkload, variant: str, steps: int) -> Row:
 
     device = torch.device(devices.accelerator())
     clock, profiled = Clock(device), profiled_steps(device)
-    total = steps + profiled
+    total = steps + 2 * profiled
     with tempfile.TemporaryDirectory() as folder:
-        trainer, seen = build_trainer(workload, VARIANTS[variant], total, folder, clock, typical=profiled)
+        trainer, seen = build_trainer(workload, VARIANTS[variant], total, folder, clock, typical=2 * profiled)
         peak = _PeakMemory(device)
         with last_steps_profiled(trainer, total, device, profiled) as found:
             trainer.train()

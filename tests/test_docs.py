@@ -239,6 +239,18 @@ def test_the_first_table_of_the_readme_is_what_was_measured():
         assert peaks == [f"{of[name]['peak_bytes'] / 2**30:.1f}" for name in ("plain", "flag")], what
 
 
+def test_the_run_of_the_readme_is_what_was_measured():
+    file = ROOT / "benchmarks" / "results" / "2026-11-28-nvidia-h200-seventeenth-round-update.json"
+    rows = {row["provider"]: row for row in json.loads(file.read_text())["rows"]}
+    said = re.search(
+        r"takes\s(\d+) ms plain, (\d+) with flash attention and (\d+) with the flag; (\d+) on average over its first "
+        r"(\d+) steps",
+        text(ROOT / "README.md"),
+    )
+    medians = [f"{rows[name]['ms']['median']:.0f}" for name in ("plain", "plain-flash", "flag")]
+    assert list(said.groups()) == [*medians, f"{rows['flag']['mean_ms']:.0f}", str(len(rows["flag"]["each_ms"]) + 1)]
+
+
 def test_the_first_figures_of_the_site_are_those_of_the_readme():
     begins = text(ROOT / "docs" / "index.md").split("\n\n")[1]
     figures = re.findall(r"\d+\.\d+", begins)

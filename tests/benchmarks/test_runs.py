@@ -203,10 +203,10 @@ def test_steps_that_are_profiled_are_no_part_of_the_times(monkeypatch):
     counts = []
     monkeypatch.setattr(endtoend, "build_trainer", built)
     found = endtoend.train(SFT, "plain", steps=4)
-    assert began == [(4, 2)]
-    # Their lengths are typical.
+    assert began == [(6, 2)]
+    # Their lengths are typical, and those of the two steps ahead of them.
     typical = Draws(SFT, typical_from=4)
-    assert counts[0][1].live == [sum(map(len, typical.rows(step))) for step in range(6)]
+    assert counts[0][1].live == [sum(map(len, typical.rows(step))) for step in range(8)]
     assert found["each_ms"] == [1e3] * 3
     assert (found["busy_ms"], found["busy_ratio"]) == (500.0, 2.0)
     assert found["tokens"] == sum(len(ids) for step in (2, 3) for ids in Draws(SFT).rows(step)) / 2

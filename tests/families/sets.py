@@ -46,8 +46,8 @@ _WORTH = {
                 "qwen3-0.6b 8x(128+..4096 exponential), 2 a prompt", "flag-padded", "flag"),
     "prompts": ("2026-11-22-nvidia-h200-sixth-round-steps.json", "grpo-trl",
                 "qwen3-4b 8x(2048+..1024 exponential), 8 a prompt lora 16", "flag-unshared", "flag"),
-    "capture": ("2026-11-25-nvidia-h100-twelfth-round-capture-auto.json", "grpo-trl",
-                "qwen3-0.6b 8x(2048+..1024 exponential), 8 a prompt", "flag-eager", "flag"),
+    "capture": ("2026-11-28-nvidia-h200-seventeenth-round-runs.json", "grpo-trl",
+                "qwen3-0.6b 16x(..256+..1024 exponential), 8 a prompt", "flag-eager", "flag"),
     "rollouts": ("2026-11-26-nvidia-h100-sixteenth-round-rollouts.json", "completions",
                  "qwen3-0.6b 8x(64..128+512)", "generate", "steps"),
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """Which bucket of captured graphs a row runs in, or none, by what was measured of the body.
 
 Three forwards are timed: how long the host takes for one, and, in one whose queue is full meanwhile, how long the
-device. From then on the time of a step is known for each number of tokens: eagerly the slower of the two is the limit, in graphs the
-device alone, which then also computes what fills the row up to its bucket.
+device. From then on the time of a step is known for each number of tokens: eagerly the slower of the two is the limit,
+in graphs the device alone, which then also computes what fills the row up to its bucket.
 
 A bucket is captured when it pays: when the rows that have run without it have lost as much time as capturing takes, or
 when they will have within `_HORIZON` calls if they come as often as they have come so far. So a run loses at most twice
