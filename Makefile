@@ -13,9 +13,10 @@ LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-processors test-perturbed test-oldest test-latest test-trl-oldest test-names test-transformers-before \
-	test-hub-kernels test-zero3 test-frameworks test-families test-moves test-convergence test-convergence-quick test-ascend ascend-tools \
-	test-npu-contract npu-contract-tools checkstyle docs test-site site-tools bench lock release clean
+.PHONY: demo test test-processors test-perturbed test-oldest test-latest test-trl-oldest test-names test-transformers \
+	test-transformers-before test-hub-kernels test-zero3 test-frameworks test-families test-moves test-convergence \
+	test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle docs test-site \
+	site-tools bench lock release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -97,15 +98,29 @@ test-names: $(STAMP)  ## which names of other projects a version has no longer: 
 		echo "$$version:"; PYTHONPATH=$(VENV)/names/$$version $(BIN)/python -m pytest -q --noconftest tests/test_names.py || exit 1; \
 	done
 
+# Tests with a version of transformers that `test-names` has laid over the environment; not a relative path, since some
+# tests start programs in other folders.
+define with_transformers
+	PYTHONPATH=$(abspath $(VENV))/names/transformers==$(1) $(BIN)/python -c \
+		"import transformers as t; assert t.__version__ == '$(1)', t.__version__"
+	PYTHONPATH=$(abspath $(VENV))/names/transformers==$(1) $(BIN)/python -m pytest -n 2 --dist worksteal $(2)
+endef
+
 # The transformers before the lock's, laid over the environment by `test-names`, and tests of what depends on it most.
 TRANSFORMERS_BEFORE = 5.23.0
 
 test-transformers-before: VERSIONS = transformers==5.22.2 transformers==$(TRANSFORMERS_BEFORE) trl==1.15.0
 test-transformers-before: test-names  ## what depends on transformers most, with the version before the lock's
-	PYTHONPATH=$(VENV)/names/transformers==$(TRANSFORMERS_BEFORE) $(BIN)/python -c \
-		"import transformers as t; assert t.__version__ == '$(TRANSFORMERS_BEFORE)', t.__version__"
-	PYTHONPATH=$(VENV)/names/transformers==$(TRANSFORMERS_BEFORE) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) \
-		tests/patching/test_apply.py tests/rollouts/test_masked.py
+	$(call with_transformers,$(TRANSFORMERS_BEFORE),$(QUICK) tests/patching/test_apply.py tests/rollouts/test_masked.py)
+
+# The same with all tests that depend on transformers, and a version of choice.
+VERSION ?= 5.22.2
+OF_TRANSFORMERS = $(addprefix tests/,capture cli convergence distributed families gains moves patching robustness rollouts \
+	training test_callback.py test_compiled.py test_options.py test_run.py test_warmup.py test_wrong_options.py)
+
+test-transformers: VERSIONS = transformers==$(VERSION)
+test-transformers: test-names  ## the quick suite of what depends on transformers, with another version: VERSION=5.22.2
+	$(call with_transformers,$(VERSION),--quick $(OF_TRANSFORMERS))
 
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3

@@ -10,7 +10,7 @@ from importlib import metadata
 import pytest
 from packaging.version import Version
 
-from npu_trainer_kernels.support.foreign import ROWS, SEEN, Row
+from npu_trainer_kernels.support.foreign import CACHES, ROWS, SEEN, Row
 from tests.foreign_names import compares_versions, exists, modules, private_names, trees
 
 
@@ -39,6 +39,10 @@ def test_the_installed_version_has_the_name(row: Row) -> None:
     assert exists(row.where, row.name) == expected(row, version), (
         f"{row.project} {version} {there} {row.where} {row.name}, which is for: {row.use} ({', '.join(using(row))})"
     )
+
+
+def test_the_first_name_of_a_cache_is_that_of_the_installed_version() -> None:
+    assert exists("transformers.models.llama.modeling_llama:LlamaForCausalLM.forward", CACHES[0])
 
 
 def test_a_row_stands_once_and_for_versions_that_were_seen() -> None:

@@ -50,14 +50,20 @@ SEEN = {
 }
 """The versions that the rows hold for."""
 
-CACHES = ("cache", "past_key_values", "cache_params")
-"""The arguments and outputs by which models of transformers take and return their cache: `cache` since 5.24; before,
-`cache_params` in models with states alone, and `past_key_values` in all others."""
-
 
 def at_least(project: str, version: str) -> bool:
     """Whether the installed version of a project is this one or a later one."""
     return Version(metadata.version(project)) >= Version(version)
+
+
+CACHES = (
+    ("cache", "past_key_values", "cache_params")
+    if at_least("transformers", "5.24")
+    else ("past_key_values", "cache_params", "cache")
+)
+"""The arguments and outputs by which models of transformers take and return their cache: `cache` since 5.24; before,
+`cache_params` in models with states alone, and `past_key_values` in all others. The first is the installed version's
+name, which a forward is called by whose signature has none of them."""
 
 
 def is_newer(version: str, newest: str) -> bool:

@@ -248,6 +248,7 @@ def doctor_with(child, tmp_path, monkeypatch, capsys, *options):
     monkeypatch.setattr(_doctor, "versions", lambda: {**versions(), "torch": "2.13.0"})
     monkeypatch.setattr(_doctor, "broken_imports", lambda installed: {})
     monkeypatch.setattr(_doctor, "findings", lambda installed, broken: [])
+    monkeypatch.setattr(_doctor, "lost_gains", lambda installed, broken, seconds, runs: [])
     monkeypatch.setattr(sys, "executable", str(stub))
     code = main(["doctor", "--json", *options])
     return code, json.loads(capsys.readouterr().out)
@@ -432,6 +433,7 @@ def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(monkeypat
 
 def test_success_is_said_as_success(monkeypatch, capsys):
     monkeypatch.setattr(_doctor, "findings", lambda installed, broken: [])
+    monkeypatch.setattr(_doctor, "lost_gains", lambda installed, broken, seconds, runs: [])
     monkeypatch.setattr(_doctor, "broken_imports", lambda installed: {})
     assert main(["doctor", "--no-self-check"]) == 0
     assert capsys.readouterr().out.endswith(

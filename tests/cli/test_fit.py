@@ -811,8 +811,10 @@ def a_rule(tokens: int) -> list[torch.Tensor]:
     return [each.requires_grad_() for each in (*made[:3], gate, beta)]
 
 
-def of_transformers(*given):
-    return inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)(*given, use_qk_l2norm_in_kernel=True)[0]
+def of_transformers(q, k, *others):
+    """With as many heads of queries and keys as of values, which transformers asks for before 5.23."""
+    q, k = (each.repeat_interleave(2, 2) for each in (q, k))
+    return inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)(q, k, *others, use_qk_l2norm_in_kernel=True)[0]
 
 
 def of_the_op(*given):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from npu_trainer_kernels.support.foreign import at_least
 from tests import warm
 
 
@@ -83,8 +84,11 @@ def pack_and_compare(target: Path, *wrappers: str) -> dict[str, Any]:
 
 def test_experts_that_ranks_share_out(tmp_path):
     """Two layers, three times scored and trained."""
-    found = on_two_ranks("experts", tmp_path / "found.json", "all_to_all", "all_reduce", "auto")
-    assert [(case["served"], case["declined"]) for case in found.values()] == [([12, 12], [[], []])] * 3
+    ways = ("all_to_all", "all_reduce", "auto") if at_least("transformers", "5.23") else ("all_to_all",)
+    found = on_two_ranks("experts", tmp_path / "found.json", *ways)
+    assert {way: (case["served"], case["declined"]) for way, case in found.items()} == {
+        way: ([12, 12], [[], []]) for way in ways
+    }
 
 
 def test_ranks_with_other_numbers_of_live_tokens(tmp_path):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.utils import parametrize
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from npu_trainer_kernels import apply_npu_kernels, device
 from npu_trainer_kernels.ops.attention.segments import Segments
@@ -425,7 +425,7 @@ def test_a_gate_of_another_shape():
         def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             return self.inner(x, gate)
 
-    model, plain = (Gated(MambaRMSNormGated(16, 16)) for _ in range(2))
+    model, plain = (Gated(Zamba2RMSNormGated(16, 16)) for _ in range(2))
     with apply_npu_kernels(model, ops=["gated_rms_norm"]) as kernels:
         assert torch.equal(model(x.requires_grad_(), gate), plain(x, gate))
         assert [each.reason for each in kernels.report().declined] == ["x and gate of two shapes"]

@@ -33,6 +33,7 @@ from npu_trainer_kernels.patching.body.layout import layout
 from npu_trainer_kernels.patching.body.state_row import StateRow
 from npu_trainer_kernels.patching.probe import small_config
 from npu_trainer_kernels.patching.undo import Undo
+from npu_trainer_kernels.support.foreign import at_least
 from tests.closeness import assert_as_close, rounded
 from tests.families.tiny import model_class, tiny_config
 from tests.models import in_double
@@ -49,7 +50,7 @@ MIXERS = {
     "kimi_linear": "KimiLinearDeltaAttention",
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
-    "lfm3": "Lfm3ShortConv",
+    **({"lfm3": "Lfm3ShortConv"} if at_least("transformers", "5.23") else {}),
     "mamba2": "Mamba2Mixer",
     "nemotron_h": "NemotronHMamba2Mixer",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",

@@ -1,6 +1,7 @@
 """TRL's head seam on models that TRL has given its fused head: who answers there, and when."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,15 @@ from npu_trainer_kernels.patching.head import trl_seam
 from tests.closeness import assert_as_close, rounded_if_needed
 from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
 from tests.patching.padded import padded
+
+
+@pytest.fixture(autouse=True)
+def without_other_tests_models(monkeypatch):
+    """TRL's own names. A model that another test has not restored has the dispatchers in their place while it lives."""
+    gc.collect()
+    for name, own in trl_seam.seam._originals.items():
+        monkeypatch.setattr(trl_utils, name, own)
+    monkeypatch.setattr(trl_seam, "seam", trl_seam.TrlSeam())
 
 
 def test_ours_answers_where_trl_has_no_function(monkeypatch):

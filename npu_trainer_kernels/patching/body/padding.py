@@ -431,7 +431,10 @@ def _rows_of(given: dict[str, Any]) -> Any:
 
 def _is_slow(form: BodyForm, rows: Any) -> bool:
     """Whether rows without padding are worth packing, too: transformers' own operators of a state keep 15 times the
-    memory on an accelerator (docs/padding.md)."""
+    memory on an accelerator (docs/padding.md). `fit`, whose ids have no device, asks for an accelerator's."""
+    if isinstance(rows, FakeTensor):
+        call = current_call()
+        return form.slow and call is not None and call.settings.full
     return form.slow and isinstance(rows, torch.Tensor) and _device_of(rows).type != "cpu"
 
 
