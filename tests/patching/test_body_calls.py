@@ -11,18 +11,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture.graph import TapeRecorder
 from npu_trainer_kernels.options import MODEL_OPS, check_capture
 from npu_trainer_kernels.patching.bodies import body_capture
 from npu_trainer_kernels.patching.bodies.body_state import BodyState
+from npu_trainer_kernels.patching.body import batch as batch_module
 from tests.capture.graphs import Graphs
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
 from tests.patching.captured import FULL, assert_same, rows
-from tests.patching.padded import Batch, loss_of, of_torch, of_transformers, values
+from tests.patching.padded import Batch, loss_of, of_transformers, values
 from tests.patching.whole import STEPS, BodyTwins, llama_bodies
 
 
@@ -140,6 +141,10 @@ def test_functional_calls_have_the_gradients_of_what_they_are_given(twins: BodyT
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# The op of experts reads numbers on the host on a CPU.
+WITHOUT_EXPERTS = [op for op in MODEL_OPS if op != "moe_experts"]
+
+
 def test_router_logits_stay_after_later_replays() -> None:
     kept: list[tuple[torch.Tensor, ...]] = []
 
@@ -149,7 +154,7 @@ def test_router_logits_stay_after_later_replays() -> None:
         return out.loss
 
     model = small_model("qwen3-moe", experts_implementation="batched_mm", router_aux_loss_coef=1.0)
-    twins = BodyTwins(model, ops=[op for op in MODEL_OPS if op != "moe_experts"])
+    twins = BodyTwins(model, ops=WITHOUT_EXPERTS)
     twins.steps(STEPS[:4], step)
     assert twins.replayed == 3, str(twins.bodies)
     for found, expected in zip(kept[::2], kept[1::2], strict=True):
@@ -157,14 +162,46 @@ def test_router_logits_stay_after_later_replays() -> None:
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("kind", CheckpointImpl)
-def test_layers_inside_of_torchs_checkpoint_wrapper(kind: CheckpointImpl) -> None:
-    def prepare(model: Any) -> None:
-        model.enable_input_require_grads()
-        of_torch(kind, "DecoderLayer")(model)
+def test_fault_the_routers_logits_of_what_fills_a_bucket_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both twins have the same fault, so it shows beside the plain model alone."""
+    options: dict[str, Any] = {"experts_implementation": "batched_mm", "router_aux_loss_coef": 1.0}
+    model, plain = (small_model("qwen3-moe", **options) for _ in range(2))
+    truth = copy.deepcopy(plain).double()
+    kernels = apply_npu_kernels(model, backend="torch", ops=WITHOUT_EXPERTS, capture="on")
 
-    twins = llama_bodies(prepare)
+    def compare() -> None:
+        found, expected, exact = (values(each, STEPS[0], loss_of) for each in (model, plain, truth))
+        moved = rounded(lambda: values(plain, STEPS[0], loss_of))
+        for name, value in found.items():
+            if value is not None:
+                assert_as_close(value, expected[name], exact[name], name, [m[name] for m in moved])
+
+    for batch in STEPS[:2]:
+        values(model, batch, loss_of)
+    compare()
+    assert kernels.settings.bodies.replayed == 2
+    original = batch_module._padded_logits
+    monkeypatch.setattr(batch_module, "_padded_logits", lambda logits, *given: original(logits.flip(0), *given))
+    with pytest.raises(AssertionError):
+        compare()
+
+
+@pytest.mark.parametrize("keeps_state", [True, False])
+@pytest.mark.parametrize("kind", CheckpointImpl)
+def test_layers_inside_of_torchs_checkpoint_wrapper(kind: CheckpointImpl, keeps_state: bool) -> None:
+    twins = llama_bodies(lambda model: model.enable_input_require_grads())
+    for model in twins.both:  # a body with such layers takes no packed row, unless they are put into it later
+        layers = model.model.layers
+        for i, layer in enumerate(layers):
+            layers[i] = checkpoint_wrapper(layer, kind, preserve_rng_state=keeps_state)
     twins.steps(STEPS[:4])
+    if keeps_state:
+        assert twins.reasons == {"its code calls get_state of a generator of random numbers"}
+    elif kind is CheckpointImpl.NO_REENTRANT:
+        assert twins.replayed == 3
+    else:
+        (reason,) = twins.reasons
+        assert reason.startswith("it could not be captured: RuntimeError: When use_reentrant=True, ")
 
 
 def test_a_bucket_is_close_to_the_plain_model() -> None:

@@ -168,6 +168,8 @@ def test_parts_of_a_body_that_are_not_captured() -> None:
     assert why(lambda module: vars(module).update(forward=module.forward)) == "a forward was set on a module of it"
     assert why(lambda module: setattr(module, "weight", Strange(module.weight))) == "a parameter of it is a Strange"
     assert why(hooked) == "a parameter of it has a hook"
+    for hook in (nn.Module.register_forward_pre_hook, nn.Module.register_full_backward_hook):
+        assert why(lambda module, hook=hook: hook(module, print)) == "other code has hooked a module of it"
 
 
 def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.MonkeyPatch) -> None:
