@@ -40,6 +40,7 @@ __all__ = [
     "has_fp64",
     "has_libdevice",
     "host_multiplies_bf16",
+    "is_capturing",
     "is_current",
     "is_out_of_memory",
     "keeps_compiled",
@@ -411,6 +412,12 @@ def graph_class(device: torch.device) -> Any:
     under an older torch_npu."""
     module = torch.get_device_module(device)
     return getattr(module, "NPUGraph" if device.type == "npu" else "CUDAGraph", None)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph is being captured on the current stream of a device, in which nobody may wait for the device."""
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and asked()
 
 
 def captures_unasked(device: torch.device) -> bool:

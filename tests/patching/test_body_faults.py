@@ -188,6 +188,9 @@ def test_calls_that_are_not_replayed(twins: BodyTwins, monkeypatch: pytest.Monke
         assert reasons_of(twins) == {"other code has hooked every module"}
     finally:
         handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
+        assert reasons_of(twins) == {"other code is capturing a graph"}
     body = twins.model.model
     forward = BodyForward(type(body), body, "", True, None, carries=False, mixes=True)
     assert twins.bodies._why_not_now(BodyBatch.full({**STEPS[0]}), forward) == (

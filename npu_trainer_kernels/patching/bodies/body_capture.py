@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from ... import device as devices
 from ...capture import (
     CapturedFunction,
     Owner,
@@ -323,6 +324,8 @@ class BodyCapture(Counts):
             return "inference mode is on"
         if generates() or is_transformed() or recording_now() or self._busy():
             return ""
+        if devices.is_capturing(batch.device):
+            return "other code is capturing a graph"
         if not self._owner.is_here():
             return ON_ANOTHER_THREAD
         if forward.body not in self._bodies:
