@@ -36,6 +36,7 @@ _JUDGED = ("loss", "eval_loss", "grad_norm", "reward", "reward_std", "entropy", 
 _COSTS = (
     "tokens_per_second", "live_tokens_per_second", "step_time", "generation_seconds", "update_seconds",
     "waiting_seconds", "peak_memory_gib", "padding_left_out", "beginnings_left_out", "bodies_replayed",
+    "graphs_saved_seconds",
 )  # fmt: skip
 _DECIMALS = 6
 _LEAST_NOISE_RUNS = 2
