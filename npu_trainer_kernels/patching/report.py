@@ -192,8 +192,6 @@ class Report:
         for name, counted in (("capture", self.capture), ("rollouts", self.rollouts)):
             reasons = {} if counted is None else counted.as_dict()["reasons"]
             found += (Why(name, "", "", "", reason, calls) for reason, calls in reasons.items())
-        if self.capture is not None and not self.capture.on:
-            found.append(Why("capture", "", "", "", str(self.capture)))
         for plan in self.plans:
             found += (Why("plan", "", "", "", reason, calls) for reason, calls in plan.whys().items())
         found += (Why("note", "", "", "", note) for note in self.notes)

@@ -167,7 +167,7 @@ class BodyCapture(Counts):
         self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool], *, auto: bool = False
     ) -> None:
         super().__init__()
-        self.on, self.auto = True, auto
+        self.auto = auto
         self._undo, self._sites, self._busy = undo, sites, busy
         self._bodies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._modes: dict[Any, Mode] = {}
@@ -185,7 +185,7 @@ class BodyCapture(Counts):
         """Returns the counts as a plain dict."""
         graphs, buckets = self._there() or self._last
         return {
-            "on": True, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": buckets,
+            "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": buckets,
             "captured": self.captured, "seconds": round(self.seconds, 3), "saved_seconds": round(self.saved, 3),
             "reasons": dict(self.reasons),
         }  # fmt: skip

@@ -15,7 +15,6 @@ class Counts:
     """Counts of calls.
 
     Attributes:
-        on: whether something is captured and replayed at present.
         replayed, eager: the numbers of calls.
         reasons: why the model's own code ran, with the number of calls.
         seconds: the time spent on capturing.
@@ -23,7 +22,6 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self.on = False
         self.replayed = self.eager = 0
         self.reasons: Counter[str] = Counter()
         self.seconds = 0.0
