@@ -250,6 +250,7 @@ _OF_TORCH = (
     Row("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes that see operators"),
     Row("torch.overrides", "_get_current_function_mode_stack", "modes that see functions"),
     Row("torch.utils._python_dispatch", "TorchDispatchMode", "tapes, and counts of operators"),
+    Row("torch.utils._python_dispatch:TorchDispatchMode", "_should_skip_dynamo", "looks without Dynamo", since="2.11"),
     *(Row("torch.utils._pytree", name, "tensors in arguments and results")
       for name in ("tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")),
     *(Row("torch._C._dynamo.eval_frame", name, "functions outside of graphs")
