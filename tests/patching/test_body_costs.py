@@ -141,3 +141,20 @@ def test_a_step_repeats_and_goes_back() -> None:
         assert Costs.of(model, 100, 1.0, 1.0) == Costs(1.0, 0.01)
     model.gradient_checkpointing_enable()
     assert Costs.of(model, 100, 1.0, 1.0) == Costs(3.0, 0.04)
+
+
+def test_a_bucket_between_powers_of_two(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByCosts, "bucket", lambda *_: 80)
+    model, plain = small_model("llama"), small_model("llama")
+    kernels = apply_npu_kernels(model, backend="torch", capture="auto")
+    for step, lengths in enumerate(
+        ((30, 20, 11, 9), (20, 8, 13, 30), (30, 30, 19, 1), (5, 30, 30, 2), (30, 30, 12, 8))
+    ):
+        batch = rows(*lengths, seed=step)
+        for each in (model, plain):
+            each.zero_grad()
+            loss_of(each, batch).backward()
+        for (name, mine), own in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, own.grad, msg=name)
+    assert kernels.settings.bodies.replayed == 1
+    assert {one.room.tokens for way in kernels.settings.bodies._ways.values() for one in way.captured} == {80}
