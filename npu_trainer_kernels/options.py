@@ -83,7 +83,7 @@ def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
 
 
 def check_capture(name: str, mode: object) -> None:
-    """Raises `ValueError` unless `mode` says when layers or bodies are captured."""
+    """Raises `ValueError` unless `mode` says when bodies are captured."""
     _check_word(name, mode, CAPTURE_MODES)
 
 

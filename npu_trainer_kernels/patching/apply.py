@@ -410,9 +410,10 @@ def apply_npu_kernels(
         tiled_mlp: the maximum number of tokens that gated MLPs compute at once; they save only their input for
             backward, which recomputes them slice by slice. 0: all tokens at once.
         capture: whether the body is captured as one graph forward and one backward, and replayed where nothing has
-            changed, whatever the lengths of a batch's rows (`patching.bodies`): `"auto"` (on CUDA), `"on"` or `"off"`.
-            Nothing was measured on an NPU, so bodies are captured there only if it is `"on"`. On a CPU `"on"` replays
-            tapes, which is slower and is there for tests.
+            changed, whatever the lengths of a batch's rows (`patching.bodies`): `"auto"` (on CUDA, where
+            that is faster by what was measured in the first steps), `"on"` or `"off"`. On an NPU no body is captured so
+            far, since attention there takes lengths from the host. On a CPU `"on"` replays tapes, which is slower and
+            is there for tests.
 
     Returns:
         The handle, which is also a context manager. A second call for the same model patches modules that were added
