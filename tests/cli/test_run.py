@@ -137,7 +137,7 @@ def test_what_cannot_be_executed_ends_as_in_a_shell(tmp_path):
             "--tiled-mlp must be a number of tokens, or 0 for all at once; got 'many'",
         ),
         (["--tiled-mlp", "8192", "--ops", "rope", "true"], {}, "--tiled-mlp=8192 needs swiglu among ops; got ['rope']"),
-        (["--capture", "maybe", "true"], {}, "--capture must be one of auto, on, off, body; got 'maybe'"),
+        (["--capture", "maybe", "true"], {}, "--capture must be one of auto, on, off; got 'maybe'"),
         (["--backend", "rmsnorm=torch", "true"], {}, "--backend: unknown op 'rmsnorm'; the ops are rms_norm"),
         (["--backend", "fast", "true"], {}, "--backend must be one of"),
         (["true"], {"NPU_KERNELS_BACKEND": "fast"}, "NPU_KERNELS_BACKEND must be one of"),

@@ -136,7 +136,7 @@ WRONG: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("--backend npu trl", ("--backend must be one of triton, torch, vendor", "got 'npu'")),
         ("--report ful trl", ("--report must be one of short, full; got 'ful'; did you mean 'full'?",)),
         ("--audit 0 trl", ("--audit must be 'first', 'off' or a positive number of steps; got '0'",)),
-        ("--capture maybe trl", ("--capture must be one of auto, on, off, body; got 'maybe'",)),
+        ("--capture maybe trl", ("--capture must be one of auto, on, off; got 'maybe'",)),
         ("--tiled-mlp -1 trl", ("--tiled-mlp must be a number of tokens, or 0 for all at once; got '-1'",)),
         ("--tiled-mlp 1 --ops rope trl", ("--tiled-mlp=1 needs swiglu among ops; got ['rope']",)),
         ("--strict=2 trl", ("--strict", "'2'")),

@@ -200,7 +200,7 @@ WRONG_FLAGS = {
     "grpo": [
         (["--supervised_steps", "-1"], "supervised_steps must be at least 0; got -1"),
         (["--nonsense", "3"], "['--nonsense', '3']"),
-        (["--use_npu_kernels", "--npu_kernels_capture", "maybe"], "must be one of auto, on, off, body; got 'maybe'"),
+        (["--use_npu_kernels", "--npu_kernels_capture", "maybe"], "must be one of auto, on, off; got 'maybe'"),
     ],
     "trl_sft": [
         (["--use_npu_kernels", "--npu_kernels_backend", "tritn"], "got 'tritn'; did you mean 'triton'?"),

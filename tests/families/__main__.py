@@ -56,7 +56,7 @@ def main() -> int:
             print(f"{'FAIL' if wrong else 'ok  '} {family[0]} {family[1]}", *wrong, sep="\n       ", flush=True)
     print(f"{len(chosen)} families, {failed} with something wrong; {time.monotonic() - started:.0f} s")
     if options.write:
-        write([line for line in rows if line])
+        write(rows)
     return 1 if failed else 0
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "page",
     "row",
     "rows_of",
+    "unfit_row",
     "version_of",
     "with_overview",
     "write",
@@ -120,6 +121,12 @@ def row(results: Sequence[Result]) -> str:
     last = results[-1]
     cls = model_class(last.task, last.kind).__name__
     return f"| {_name(last.task, last.kind)} | {cls} | {_served(last)} | {_left(results)} |"
+
+
+def unfit_row(task: str, kind: str, error: str) -> str:
+    """The line of a family whose own code raises an error."""
+    cls = model_class(task, kind).__name__
+    return f"| {_name(task, kind)} | {cls} | nothing | not compared: its own code raises {error} |"
 
 
 def rows_of(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from .compare import compare
-from .page import row
+from .page import row, unfit_row
 
 __all__ = ["one"]
 
@@ -19,6 +19,7 @@ def one(family: tuple[str, str]) -> tuple[tuple[str, str], list[str], str]:
     try:
         results = compare(*family)
     except Exception as error:  # noqa: BLE001 - the run goes on and lists it
-        return family, [f"the plain model: {type(error).__name__}: {error}"], ""
+        why = f"{type(error).__name__}: {error}"
+        return family, [f"the plain model: {why}"], unfit_row(*family, why)
     wrong = [f"{result.op_set}: {finding}" for result in results for finding in result.findings]
     return family, wrong, row(results)
