@@ -32,6 +32,8 @@ def run(costs: Costs, lengths: list[int], capture: float = 2.0) -> tuple[ByCosts
             choice.captured(bucket, False, capture)
             seconds += capture
         seconds += costs.eager(tokens) if bucket is None else costs.replay(bucket)
+        if bucket is not None:
+            choice.replayed(tokens, bucket)
         chosen.append(bucket)
     return choice, chosen, seconds
 
@@ -158,3 +160,13 @@ def test_a_bucket_between_powers_of_two(scripted: Any, monkeypatch: pytest.Monke
             torch.testing.assert_close(mine.grad, own.grad, msg=name)
     assert kernels.settings.bodies.replayed == 1
     assert {one.room.tokens for way in kernels.settings.bodies._ways.values() for one in way.captured} == {80}
+
+
+def test_nothing_is_saved_by_a_body_that_could_not_be_captured(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_capture, "why_unseen", lambda: "a profiler watches")
+    model = small_model("llama")
+    bodies = apply_npu_kernels(model, backend="torch", capture="auto").settings.bodies
+    for step in range(6):
+        loss_of(model, rows(30, 10, 15, 5, seed=step)).backward()
+    assert bodies.reasons["a profiler watches"] == 2
+    assert bodies.saved == 0

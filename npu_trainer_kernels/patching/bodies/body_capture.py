@@ -47,7 +47,7 @@ from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS
 from ..patch import PLAIN, PROBE_ERRORS, Site, is_transformed
 from ..undo import Undo
-from .body_costs import ByCosts, Costs, timed
+from .body_costs import ByCosts, Costs, PowersOfTwo, timed
 from .body_state import (
     CHECKPOINT,
     ON_ANOTHER_THREAD,
@@ -118,17 +118,6 @@ class _Inputs:
             return self.flat.call(function, tensors[:-1])
 
 
-class _PowersOfTwo:
-    """Every row runs in graphs."""
-
-    def bucket(self, row: Room, _: Sequence[Room]) -> int:
-        """Returns the number of tokens that a row is filled up to."""
-        return Room.bucket(row.tokens)
-
-    def captured(self, tokens: int, shares: bool, seconds: float) -> None:
-        """Notes nothing."""
-
-
 @dataclass
 class _Way:
     """The graphs of one way to call a body.
@@ -139,7 +128,7 @@ class _Way:
     """
 
     moves: bool
-    choice: ByCosts | _PowersOfTwo
+    choice: ByCosts | PowersOfTwo
     captured: list[_Captured] = field(default_factory=list)
 
     def with_room(self, row: Room) -> list[_Captured]:
@@ -289,6 +278,7 @@ class BodyCapture(Counts):
             return found.reason
         segments = uploaded(table_of(found.room, where.lengths, where.key_lengths, where.keys), device)
         self.replayed += 1
+        way.choice.replayed(row.tokens, tokens)
         return batch.restored(self._replayed(found, forward.body, inputs, segments, mode), tokens)
 
     def _way(self, forward: BodyForward, device: torch.device, mode: Mode) -> _Way | None:
@@ -300,7 +290,7 @@ class BodyCapture(Counts):
             moves = any(isinstance(module, FSDPModule) for module in body.modules())
             if self.auto:
                 self._costs.append(ByCosts())
-            self._ways[key] = _Way(moves, self._costs[-1] if self.auto else _PowersOfTwo())
+            self._ways[key] = _Way(moves, self._costs[-1] if self.auto else PowersOfTwo())
             return None
         return self._ways[key]
 

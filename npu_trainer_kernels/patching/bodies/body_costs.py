@@ -5,8 +5,8 @@ device. From then on the time of a step is known for each number of tokens: eage
 in graphs the device alone, which then also computes what fills the row up to its bucket.
 
 A bucket is captured when it pays: when the rows that have run without it have lost as much time as capturing takes, or
-when they will have within `_HORIZON` calls if they come as often as they have come so far. So a run loses at most twice
-what it could have saved, and a body whose limit is the device is never captured.
+when they will have within `_HORIZON` calls if they come as often as they have come so far. So a run loses at most
+what its captures cost, and a body whose limit is the device is never captured.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from torch import nn
 from ... import device as devices
 from ...ops.attention import Room
 
-__all__ = ["ByCosts", "Costs", "timed"]
+__all__ = ["ByCosts", "Costs", "PowersOfTwo", "timed"]
 
 _HORIZON = 50
+"""Within how many calls a bucket has to save what its capture costs."""
 _CAPTURE_STEPS = 10
 """How many eager steps capturing is expected to take until it has been measured."""
 _QUARTERS = 4
+"""How many buckets there are from one power of two to the next."""
 _OTHERS = 4
 """How many rows of other lengths are taken for granted before a bucket that few lengths have is captured."""
 _TIMED = 3
@@ -74,6 +76,20 @@ class Costs:
         return self.token * tokens
 
 
+class PowersOfTwo:
+    """Every row runs in graphs. The methods are those of `ByCosts`."""
+
+    def bucket(self, row: Room, _: Sequence[Room]) -> int:
+        """Returns the number of tokens that a row is filled up to."""
+        return Room.bucket(row.tokens)
+
+    def captured(self, tokens: int, shares: bool, seconds: float) -> None:
+        """Notes nothing."""
+
+    def replayed(self, tokens: int, bucket: int) -> None:
+        """Notes nothing."""
+
+
 class ByCosts:
     """Chooses the buckets of one body, called in one way.
 
@@ -114,6 +130,11 @@ class ByCosts:
         self._captures.append(seconds)
         self._lost.pop((tokens, shares), None)
 
+    def replayed(self, tokens: int, bucket: int) -> None:
+        """Notes that a row of so many tokens was replayed in a bucket."""
+        assert self.costs is not None
+        self.saved += self.costs.eager(tokens) - self.costs.replay(bucket)
+
     def bucket(self, row: Room, rooms: Sequence[Room]) -> int | None:
         """Returns the number of tokens of the bucket that a row runs in; if no room has as many, it is worth capturing.
         None: the body's own code is faster, or a bucket has not been worth its capture yet.
@@ -128,16 +149,13 @@ class ByCosts:
         eager = costs.eager(row.tokens)
         there = min((room.tokens for room in rooms), default=None)
         best = there if there is not None and costs.replay(there) < eager else None
-        now = eager if best is None else costs.replay(best)
-        without = now  # what a row costs without the bucket in question
+        without = eager if best is None else costs.replay(best)  # what the row costs without the bucket in question
         for tokens, others in zip(_buckets(row.tokens), (0, _OTHERS), strict=False):
             gain = without - costs.replay(tokens)
             pays = costs.replay(tokens) * _MARGIN < eager and gain > 0 and tokens != there
             if pays and self._is_worth(tokens, shares, gain, others):
-                best, now = tokens, costs.replay(tokens)
-                break
+                return tokens
             without = min(without, costs.replay(tokens)) if pays else without
-        self.saved += eager - now
         return best
 
     def _is_worth(self, tokens: int, shares: bool, gain: float, others: int) -> bool:
